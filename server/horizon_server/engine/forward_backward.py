@@ -31,7 +31,6 @@ from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
-from horizon_server.engine.paged_experts import NO_PAGES, Paging
 from horizon_server.engine.paged_layers import PagedLayers
 from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.shared_activations import SharedActivations
@@ -68,7 +67,6 @@ class ForwardBackward:
         *,
         compiled: CompiledLayers,
         ranks: Ranks = ALONE,
-        paging: Paging = NO_PAGES,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._ranks, self._owned_rows = ranks, None
@@ -85,8 +83,8 @@ class ForwardBackward:
         self._own_layers = list(range(template.num_layers))
         if ranks.by_layers:
             self._own_layers = [layer for layer, rank in enumerate(ownership.layer_ranks) if rank == ranks.rank]
-        self.activations = self._make_activations(execution, pages_experts=bool(paging.layers))
-        self._paged = PagedLayers(template, device, stream, sink, recipe, paging, self.activations)
+        self.activations = self._make_activations(execution)
+        self._paged = PagedLayers(template, device, stream, sink, recipe, self.activations)
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
@@ -208,7 +206,7 @@ class ForwardBackward:
             ),
         ]
 
-    def _make_activations(self, execution: Execution, *, pages_experts: bool) -> Activations:
+    def _make_activations(self, execution: Execution) -> Activations:
         template, layout = self._template, self._template.layout
         sizes = {
             "num_layers": template.num_layers,
@@ -220,7 +218,7 @@ class ForwardBackward:
                 self._device, self._ranks, self._own_layers, first_trained=self._first_trained - 1, **sizes
             )
         kind = Activations if execution.activation_placement == "device" else OffloadedActivations
-        return kind(self._device, pages_experts=pages_experts, **sizes)
+        return kind(self._device, pages_experts=bool(self._stream.paging.layers), **sizes)
 
     def _start(self, rows: StepRows, purpose: Purpose, key: StepKey | None = None) -> StepPass:
         by_rows, ranks = self._template.embeds_by_rows, self._ranks

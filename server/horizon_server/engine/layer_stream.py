@@ -67,7 +67,9 @@ class LayerStream:
         self._ranks, self._ownership = ranks, ranks.ownership(template.layout)
         self._sent_rows: Tensor | None = None
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
-        self._num_slots, self._paging = num_slots, paging
+        self._num_slots = num_slots
+        self.paging = paging
+        """Whose experts come by `page`, and not with their layer."""
         units = template.layout.units
         # Resident unit -> how often what it is made of had been updated when it was copied.
         self._copied: dict[int, tuple[int, ...]]
@@ -138,7 +140,7 @@ class LayerStream:
         The weights are good for work submitted to compute within the block. The next page is copied while this one
         computes, because the caller never waits for compute.
         """
-        device, part = self._device, self._paging.layers[unit_index].unit.pages[number]
+        device, part = self._device, self.paging.layers[unit_index].unit.pages[number]
         slot = self._pages.take(device.h2d)
         # For a layer's first page, the copy of its rest has waited for the update already.
         device.upload_spans(self._store, unit_index, list(part.runs(experts)), slot.flat)
@@ -148,11 +150,11 @@ class LayerStream:
         self._pages.release(slot, device.compute)
 
     def _elements_of(self, unit: UnitLayout) -> int:
-        rest = self._paging.rest(unit.index)
+        rest = self.paging.rest(unit.index)
         return unit.num_elements if rest is None else rest.num_elements
 
     def _open_pages(self) -> None:
-        if self._paging.layers:
+        if self.paging.layers:
             self._pages.open(self._num_slots)
 
     def forget(self) -> None:
@@ -214,7 +216,7 @@ class LayerStream:
                     device.gather_rows(table_VD, request.rows_R, rows_RD)
                 else:
                     device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
-            elif (rest := self._paging.rest(index)) is not None:
+            elif (rest := self.paging.rest(index)) is not None:
                 device.upload_spans(self._store, index, list(rest.runs()), slot.flat)
             else:
                 end = start + units[index].num_elements

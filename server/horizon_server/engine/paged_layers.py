@@ -31,7 +31,6 @@ from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.paged_experts import (
     Answer,
     PagedLayer,
-    Paging,
     Routing,
     Stopped,
     expert_output,
@@ -62,11 +61,10 @@ class PagedLayers:
         stream: LayerStream,
         sink: GradientSink,
         recipe: Recipe,
-        paging: Paging,
         activations: Activations,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
-        self._recipe, self._paging, self._activations = recipe, paging, activations
+        self._recipe, self._paging, self._activations = recipe, stream.paging, activations
 
     def has(self, layer: int) -> bool:
         """Whether a layer is one of them."""

@@ -88,14 +88,13 @@ class Trainer:
             check_supported(computes_on, recipe.matmul)
         use_deterministic_kernels(recipe.deterministic, computes_on)
         self.attention = adopt_for_hopper(template, recipe, execution, computes_on)
-        paging = Paging.of(template, execution)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
         num_threads = execution.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
         is_table_trained = template.embeds_by_rows and template.table_place.has_gradient
         table = template.embedding_name if is_table_trained else None
-        self._ranks, self._is_together = ranks, False
+        self._ranks, self._is_together, self._is_released = ranks, False, False
         self._packs: bool | None = None
         self._speeds: list[list[float]] = []
         self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks)
@@ -110,7 +109,7 @@ class Trainer:
             num_slots=execution.num_weight_slots,
             residency=execution.residency,
             ranks=ranks,
-            paging=paging,
+            paging=Paging.of(template, execution),
         )
         self._sink = GradientSink(
             template,
@@ -123,7 +122,7 @@ class Trainer:
             wire=torch.bfloat16 if execution.wire == "bfloat16" else torch.float32,
             adds_up=execution.adds_up,
             num_add_threads=num_threads,
-            paging=paging,
+            paging=self._stream.paging,
         )
         self._forward_backward = ForwardBackward(
             template,
@@ -134,9 +133,7 @@ class Trainer:
             execution,
             compiled=compiled or CompiledLayers(template),
             ranks=ranks,
-            paging=paging,
         )
-        self._is_released = False
         # Now, so that a job that does not fit fails before its first step.
         share = 1.0 if ranks.by_layers else len(ranks.lanes(execution.lanes)[ranks.rank]) / execution.lanes
         self._forward_backward.activations.reserve(math.ceil(share * recipe.tokens_per_step))
