@@ -21,6 +21,7 @@ from horizon_server.engine.device.protocol import Component, Event, HostComponen
 from horizon_server.figures import DeviceFigures
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.pages import Span
 
 
 @dataclass
@@ -132,6 +133,9 @@ class ResidentDevice:
         packed: Tensor | None = None,
     ) -> None:
         out.copy_(self._units[index])
+
+    def upload_spans(self, store: HostStore, index: int, spans: Sequence[Span], out: Tensor) -> None:
+        raise NotImplementedError("experts come in pages where a layer does not fit, and here all do")
 
     def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
         raise NotImplementedError("weights are unpacked when they are copied")

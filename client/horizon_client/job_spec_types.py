@@ -164,6 +164,15 @@ class LrGroup(TypedDict):
     """"""
 
 
+class MemorySpec(TypedDict, total=False):
+    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
+
+    experts: Literal["whole", "paged"]
+    """How the experts of a mixture reach the device. whole: with their layer, so two layers and two gradients of a
+    layer must fit; paged: in pages of at most 2**28 parameters, so that their number does not matter, while attention
+    is computed once more in forward and once more in backward. For one device. Default: 'whole'."""
+
+
 class OrpoSpec(TypedDict, total=False):
     """Options of `method: orpo`, odds ratio preference optimisation. The default is that of TRL's ORPOConfig."""
 
@@ -389,6 +398,8 @@ class JobSpec(_Required, total=False):
     limits: LimitsSpec
     """When the job ends with success, checkpointed, before all its steps are done. The learning rate's schedule does
     not change."""
+    memory: MemorySpec
+    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
     dpo: DpoSpec
     """Options of `method: dpo`, direct preference optimisation. The defaults are those of TRL's DPOConfig."""
     ipo: IpoSpec

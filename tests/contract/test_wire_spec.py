@@ -22,9 +22,11 @@ from horizon_server.spec import (
     LimitsSpec,
     LoraSpec,
     LrGroup,
+    MemorySpec,
     OrpoSpec,
     PolicySpec,
     SimpoSpec,
+    Span,
     TrainSpec,
     parse_job_spec,
 )
@@ -177,6 +179,18 @@ job_specs = any_job_specs | st.builds(
     any_job_specs,
     floats(0, 0.999),
 )
+# Most of what it excludes is of other sections.
+job_specs |= st.builds(
+    lambda spec: spec.model_copy(
+        update={
+            "memory": MemorySpec(experts="paged"),
+            "gpus": Span(),
+            "nodes": Span(),
+            "train": spec.train.model_copy(update={"lanes": None}),
+        }
+    ),
+    any_job_specs,
+)
 
 
 @given(with_method(job_specs))
@@ -289,6 +303,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
         (wire.checkpoint, CheckpointSpec),
         (wire.eval, EvalSpec),
         (wire.limits, LimitsSpec),
+        (wire.memory, MemorySpec),
         (wire.dpo, DpoSpec),
         (wire.ipo, IpoSpec),
         (wire.orpo, OrpoSpec),

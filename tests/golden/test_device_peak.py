@@ -55,6 +55,7 @@ def planned_and_tracked(
     is_traced: bool = False,
     recipe: Mapping[str, float] = MappingProxyType({}),
     is_weighted: bool = False,
+    expert_page_elements: int = 0,
     **sizes: Any,
 ) -> tuple[int, TrackingRuntime]:
     """The workspace of one step of one model, with the products that are kept: what is planned, and the driver that has
@@ -67,7 +68,13 @@ def planned_and_tracked(
         CudaDevice(runtime=runtime),
     )
     store.plane("hi").normal_(std=0.02)
-    options = settings(optimizer_threads=1, tokens_per_step=tokens * num_rows, product_layers=product_layers, **recipe)
+    options = settings(
+        optimizer_threads=1,
+        tokens_per_step=tokens * num_rows,
+        product_layers=product_layers,
+        expert_page_elements=expert_page_elements,
+        **recipe,
+    )
     # Only compiled layers keep products; here their graphs run as plain operations.
     compiled = traced_layers(template, torch.bfloat16, product_layers=product_layers) if is_traced else None
     trainer = Trainer(template, store, device, *options, num_steps=9, compiled=compiled)
@@ -92,6 +99,7 @@ def planned_and_tracked(
         sequence_length=tokens,
         device_kind="cuda",
         grad_bytes=2,
+        expert_page_elements=expert_page_elements,
     )
     shape = ModelShape.from_config(config.to_dict())
     job = settings(tokens_per_step=tokens * num_rows, device_kind="cuda")
@@ -200,3 +208,22 @@ def test_tracking_counts_storages_once_and_until_they_are_gone() -> None:
     assert peak == 4096 + (2 << 20)
     assert runtime.allocations.peak_bytes == peak, "the first one's memory was free again"
     del second, third
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tokens", "changes"),
+    [
+        # What all tokens go through is the widest part ...
+        ("mixtral", 1024, {"num_local_experts": 8, "intermediate_size": 512}),
+        ("qwen3_moe", 1024, {"moe_intermediate_size": 704, "num_experts": 8}),
+        ("qwen3_moe", 512, {"moe_intermediate_size": 704, "num_experts": 16}),
+        # ... or an expert that all of them visit.
+        ("mixtral", 1024, {"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 1408}),
+    ],
+)
+def test_the_plan_knows_the_peak_with_experts_in_pages_within_five_percent(
+    architecture: str, tokens: int, changes: dict[str, Any]
+) -> None:
+    planned, runtime = planned_and_tracked(architecture, tokens, expert_page_elements=1 << 20, **changes)
+    peak, at_peak = runtime.allocations.peak_bytes, "\n".join(runtime.allocations.at_peak)
+    assert planned == pytest.approx(peak, rel=0.05), f"planned {planned:,}, allocated {peak:,}:\n{at_peak}"

@@ -42,6 +42,11 @@ def test_frozen_weights_that_stay_on_the_device(architecture: str, base: Packing
     steps.check_frozen_on_device(architecture, base)
 
 
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_in_pages(architecture: str, steps: DeviceSteps) -> None:
+    steps.check_paged_experts(architecture)
+
+
 @pytest.mark.parametrize("matmul", ["fp8", "fp8_full"])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_products_in_fp8(architecture: str, matmul: Matmul, steps: DeviceSteps) -> None:

@@ -43,6 +43,11 @@ def test_frozen_weights_that_stay_on_the_device(architecture: str, base: Packing
     steps.check_frozen_on_device(architecture, base)
 
 
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_in_pages(architecture: str, steps: DeviceSteps) -> None:
+    steps.check_paged_experts(architecture)
+
+
 @pytest.fixture
 def _fp8_units() -> None:
     try:

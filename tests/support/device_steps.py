@@ -98,6 +98,15 @@ class DeviceSteps:
         in_bf16 = self._check(model)[2]
         assert float((in_fp8 - in_bf16).norm() / in_bf16.norm()) > GRADIENTS, "nothing was in FP8"
 
+    def check_paged_experts(self, architecture: str) -> None:
+        """Experts in pages of one or two, some of which a micro-batch does not visit. Against whole layers on the same
+        device: in bf16, routers choose otherwise than the host's in fp32."""
+        model = self.tiny_model(architecture, experts_implementation="eager")
+        found, wanted = (
+            self._device_step(model, self.new_device(), expert_page_elements=elements) for elements in (5000, 0)
+        )
+        _compare(wanted, found, _PRODUCT)
+
     def check_kept_products(self, architecture: str) -> None:
         """Fused attention whose output is kept: backward takes it, for every layer and row. Layers are compiled for a
         GPU; elsewhere their graphs run as plain operations."""

@@ -349,6 +349,30 @@ COMPILE_OFF: Compile.ValueType  # 3
 """Never."""
 global___Compile = Compile
 
+class _Experts:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ExpertsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Experts.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EXPERTS_UNSPECIFIED: _Experts.ValueType  # 0
+    """Not set: whole."""
+    EXPERTS_WHOLE: _Experts.ValueType  # 1
+    """With their layer."""
+    EXPERTS_PAGED: _Experts.ValueType  # 2
+    """In pages, a few experts at a time."""
+
+class Experts(_Experts, metaclass=_ExpertsEnumTypeWrapper):
+    """Experts says how the experts of a mixture reach the device."""
+
+EXPERTS_UNSPECIFIED: Experts.ValueType  # 0
+"""Not set: whole."""
+EXPERTS_WHOLE: Experts.ValueType  # 1
+"""With their layer."""
+EXPERTS_PAGED: Experts.ValueType  # 2
+"""In pages, a few experts at a time."""
+global___Experts = Experts
+
 class _Parallel:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -643,6 +667,7 @@ class JobSpec(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
@@ -733,6 +758,10 @@ class JobSpec(google.protobuf.message.Message):
         """Options of method session."""
 
     @property
+    def memory(self) -> global___MemorySpec:
+        """Where weights and states are while the job runs."""
+
+    @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Notes of the user's own: at most 16 texts of at most 512 characters, by names of at most 64. They are shown with the job."""
 
@@ -767,10 +796,11 @@ class JobSpec(google.protobuf.message.Message):
         node: builtins.str | None = ...,
         max_nodes: builtins.int | None = ...,
         session: global___SessionSpec | None = ...,
+        memory: global___MemorySpec | None = ...,
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "metadata", b"metadata", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "memory", b"memory", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "memory", b"memory", "metadata", b"metadata", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -1131,6 +1161,24 @@ class LimitsSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_steps", b"_max_steps"]) -> typing.Literal["max_steps"] | None: ...
 
 global___LimitsSpec = LimitsSpec
+
+@typing.final
+class MemorySpec(google.protobuf.message.Message):
+    """MemorySpec says how a job runs that is too large for the device or the node's RAM. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPERTS_FIELD_NUMBER: builtins.int
+    experts: global___Experts.ValueType
+    """How the experts of a mixture reach the device; default whole."""
+    def __init__(
+        self,
+        *,
+        experts: global___Experts.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["experts", b"experts"]) -> None: ...
+
+global___MemorySpec = MemorySpec
 
 @typing.final
 class TrainSpec(google.protobuf.message.Message):

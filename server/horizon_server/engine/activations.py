@@ -17,7 +17,7 @@ from typing import Literal
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.planning.ledger import ACTIVATION_ALIGN_ELEMENTS
+from horizon_server.planning.ledger import ACTIVATION_ALIGN_ELEMENTS, EXPERT_PLANES
 
 Purpose = Literal["training", "evaluation", "trial"]
 """Training wants the inputs of layers again, in backward. An evaluation wants the last output alone, and the trial of a
@@ -31,15 +31,24 @@ class Activations:
 
     Everything stays on the device, in one block of L + 2 planes of N tokens, and nothing crosses the link. The block
     grows to the largest step seen and then stays, so that a running job allocates nothing; `capacity_tokens` is what a
-    step may have before it grows. Of layers that backward does not reach (`num_skipped`), no input is kept.
+    step may have before it grows. Of layers that backward does not reach (`num_skipped`), no input is kept. Where
+    experts come in pages, there are planes for the layer that is visited.
     """
 
     def __init__(
-        self, device: Device, *, num_layers: int, num_skipped: int, hidden_size: int, num_planes: int | None = None
+        self,
+        device: Device,
+        *,
+        num_layers: int,
+        num_skipped: int,
+        hidden_size: int,
+        num_planes: int | None = None,
+        pages_experts: bool = False,
     ) -> None:
         self._device, self._num_layers, self._num_skipped = device, num_layers, num_skipped
         self._hidden_size, self._num_kept = hidden_size, num_layers - num_skipped
         self._num_planes = num_planes or self._num_kept + 2
+        self._num_expert_planes = EXPERT_PLANES if pages_experts else 0
         self._block: Tensor | None = None
         self._num_tokens = self.capacity_tokens = 0
         self._spans: Sequence[slice] = ()
@@ -78,6 +87,12 @@ class Activations:
     def gradient(self) -> Tensor:
         """The gradient of the hidden state, at the layer that backward has reached. Shapes: [N, D]."""
         return self._plane(self._num_planes - 1)
+
+    def expert_plane(self, number: int) -> Tensor:
+        """One of the planes for what goes into the experts of a layer, comes out of them, and its gradients. Shapes:
+        [N, D]."""
+        assert number < self._num_expert_planes, "experts come in pages"
+        return self._plane(self._num_planes + number)
 
     @property
     def head_input(self) -> Tensor:
@@ -150,7 +165,8 @@ class Activations:
                 return min(layer, 1)
 
     def _allocate(self, num_tokens: int) -> Tensor:
-        num_elements = self._num_planes * num_tokens * self._hidden_size
+        num_planes = self._num_planes + self._num_expert_planes
+        num_elements = num_planes * num_tokens * self._hidden_size
         return self._device.allocate("activations", num_elements, self._device.compute_dtype)
 
     def _plane(self, index: int) -> Tensor:
@@ -168,8 +184,17 @@ class OffloadedActivations(Activations):
     there when backward begins, so L - 1 inputs cross the link, once in each direction.
     """
 
-    def __init__(self, device: Device, *, num_layers: int, num_skipped: int, hidden_size: int) -> None:
-        super().__init__(device, num_layers=num_layers, num_skipped=num_skipped, hidden_size=hidden_size, num_planes=3)
+    def __init__(
+        self, device: Device, *, num_layers: int, num_skipped: int, hidden_size: int, pages_experts: bool = False
+    ) -> None:
+        super().__init__(
+            device,
+            num_layers=num_layers,
+            num_skipped=num_skipped,
+            hidden_size=hidden_size,
+            num_planes=3,
+            pages_experts=pages_experts,
+        )
         self._host: Tensor | None = None
         self._host_stride = 0
         self._gone: dict[tuple[int, int], Event] = {}

@@ -31,6 +31,7 @@ from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
+from horizon_server.engine.paged_layers import PagedLayers
 from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.shared_activations import SharedActivations
 from horizon_server.engine.step_pass import Chunk, PassTokens, StepKey, StepPass, charged, in_lane
@@ -83,6 +84,7 @@ class ForwardBackward:
         if ranks.by_layers:
             self._own_layers = [layer for layer, rank in enumerate(ownership.layer_ranks) if rank == ranks.rank]
         self.activations = self._make_activations(execution)
+        self._paged = PagedLayers(template, device, stream, sink, recipe, self.activations)
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
@@ -216,7 +218,7 @@ class ForwardBackward:
                 self._device, self._ranks, self._own_layers, first_trained=self._first_trained - 1, **sizes
             )
         kind = Activations if execution.activation_placement == "device" else OffloadedActivations
-        return kind(self._device, **sizes)
+        return kind(self._device, pages_experts=bool(self._stream.paging.layers), **sizes)
 
     def _start(self, rows: StepRows, purpose: Purpose, key: StepKey | None = None) -> StepPass:
         by_rows, ranks = self._template.embeds_by_rows, self._ranks
@@ -361,6 +363,9 @@ class ForwardBackward:
             self.activations.after_forward(EMBEDDING, index)
 
     def _enqueue_layer(self, current: StepPass, layer: int, flat: Tensor) -> None:
+        if self._paged.has(layer):
+            self._paged.enqueue_forward(current, layer, flat)
+            return
         template, activations, part = self._template, self.activations, current.layers
         visit, norms = self._fp8_visit(layer, for_backward=False), VisitNorms(template, layer)
 
@@ -390,6 +395,9 @@ class ForwardBackward:
             activations.after_forward(layer, index)
 
     def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
+        if self._paged.has(layer):
+            self._paged.enqueue_backward(current, layer, flat, is_last=layer + 1 == self._first_trained)
+            return
         template, activations, part = self._template, self.activations, current.layers
         unit = self._sink.open(layer + 1)
         visit, norms = self._fp8_visit(layer, for_backward=True), VisitNorms(template, layer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,8 @@ from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.lane_sums import LaneGradients, LaneSums, Leaf, RowExchange
 from horizon_server.engine.lanes import sum_lanes
 from horizon_server.engine.optimizer import Optimizer
+from horizon_server.engine.paged_experts import NO_PAGES, Paging
+from horizon_server.engine.paged_gradients import PagedGradients
 from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.row_sum import RowSum
 from horizon_server.engine.slot_ring import Slot, SlotRings
@@ -24,6 +27,7 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.store.adamw import RowGradient, add_gradient, sum_squares
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import UnitLayout
 from horizon_server.store.ownership import length
 
 
@@ -57,13 +61,14 @@ class GradientSink:
         wire: torch.dtype = torch.float32,
         adds_up: bool = False,
         num_add_threads: int = 1,
+        paging: Paging = NO_PAGES,
     ) -> None:
         """With `adds_up`, the gradients of a pass may be added to those of the passes before it, by that many
         threads."""
         is_fit = num_lanes == 1 and ranks.is_alone and store.grad_dtype is torch.float32
         assert is_fit or not adds_up, "gradients add up on one device, in one lane, in a plane of fp32"
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
-        self._ranks, self._num_lanes = ranks, num_lanes
+        self._ranks, self._num_lanes, self._paging = ranks, num_lanes, paging
         units = template.layout.units
         ownership = ranks.ownership(template.layout)
         # This rank's part of each unit's trained elements.
@@ -79,10 +84,13 @@ class GradientSink:
             # Gradients accumulate over micro-batches and chunks, which bf16 does not survive.
             allocate=lambda num_elements: device.allocate("gradients", num_elements, torch.float32),
             give_back=device.free,
-            elements_of=lambda unit: unit.trained_elements,
+            elements_of=self._elements_of,
             num_slots=num_slots,
             edge_elements=max(units[0].trained_elements, template.layout.head_gradient_elements),
         )
+        self._paged: PagedGradients | None = None
+        if paging.layers:
+            self._paged = PagedGradients(paging, device, num_slots=num_slots, num_threads=num_add_threads)
         self._lanes: LaneSums | None = None
         self._lane_numbers = torch.empty(0)
         if num_lanes > 1:
@@ -125,6 +133,8 @@ class GradientSink:
                 ),
             )
         self._open: dict[int, Slot] = {}
+        # Of paged layers, where their parts land one after the other.
+        self._landed: dict[int, Slot] = {}
         self._square_sums: Tensor | None = None
         self.reached: set[str] = set()
 
@@ -158,6 +168,8 @@ class GradientSink:
         """Have what other ranks know of the gradients, once all of them are on the host."""
         if self._lanes is not None:
             self._lanes.meet()
+        if self._paged is not None:
+            self._paged.meet()
 
     @property
     def loss(self) -> float:
@@ -218,6 +230,10 @@ class GradientSink:
         else:
             slot = self._open[unit_index] = self._rings.take(unit_index, compute)
             flat = slot.flat
+            if unit_index in self._paging.layers:
+                places, unit = self._paging.layers[unit_index].rest_places, replace(unit, tensors=())
+                # With the gaps of the unit, which are read with the rest.
+                compute.submit(flat.zero_, label=f"zero gradient {unit_index}")
             if unit.kind == "head" and template.layout.shares_gradient:
                 zeroed = self._around_table()
         if rows_R is not None:
@@ -292,9 +308,12 @@ class GradientSink:
         if self._lanes is not None:
             self._send_lanes(self._lanes, unit_index, rows_R)
             return
+        if self._paged is not None and unit_index in self._paging.layers:
+            self._send_paged(self._paged, unit_index)
+            return
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
         slot, landing = self._open[unit_index], None
-        lands = self._landing is not None and (self._adds or self._store.grad_dtype is None)
+        lands = self._lands
         if rows_R is not None:
             gradient = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
             target = self._row_values[: gradient.numel()]
@@ -340,6 +359,59 @@ class GradientSink:
             self._landing.release(landing, self._optimizer.queue)
         if not (unit.kind == "head" and template.layout.shares_gradient):
             self._rings.release(self._open.pop(unit_index), device.d2h)
+
+    @property
+    def _lands(self) -> bool:
+        """Whether gradients of this pass do not land in the store's plane."""
+        return self._landing is not None and (self._adds or self._store.grad_dtype is None)
+
+    def open_page(self, unit_index: int, number: int) -> Tensor | None:
+        """Zeros for the gradients of a page of a layer's experts, between `open` and `send` of the layer; None where
+        they have none. Shapes: [page's trained elements], fp32."""
+        if self._paged is None or not self._has_gradient(unit_index):
+            return None
+        return self._paged.open(unit_index, number)
+
+    def send_page(self, unit_index: int, number: int) -> None:
+        """Send what compute has accumulated since `open_page`."""
+        assert self._paged is not None, "open_page came first"
+        self._paged.send(unit_index, number, self._target_of(unit_index))
+
+    def _target_of(self, unit_index: int) -> Tensor:
+        """Where the gradient of a paged layer lands, part by part."""
+        if not self._lands or self._landing is None:
+            return self._store.unit(unit_index, "grad")
+        if unit_index not in self._landed:
+            self._landed[unit_index] = self._landing.take(unit_index, self._device.d2h)
+        return self._landed[unit_index].flat[: self._template.layout.units[unit_index].trained_elements]
+
+    def _send_paged(self, paged: PagedGradients, unit_index: int) -> None:
+        """Send the rest of a layer, whose pages have been sent."""
+        device, target, slot = self._device, self._target_of(unit_index), self._open.pop(unit_index)
+        device.d2h.wait(device.compute.record())
+        paged.download(self._paging.layers[unit_index].unit.rest, slot.flat, target, unit_index)
+        self._rings.release(slot, device.d2h)
+        loss, reached = self._sets[self._set, 0], self.reached
+        square_sum = self.square_sums[unit_index]
+        summed = device.d2h.record()
+        if not self._adds:
+            summed = paged.sum(target, square_sum, unit_index)
+        if self._store.grad_dtype is not None:
+            self._enqueue_sum(unit_index, target, None)
+        else:
+            self._optimizer.update_landed(
+                unit_index,
+                target,
+                summed,
+                lambda: math.isfinite(loss) and math.isfinite(square_sum),
+                lambda: reached,
+            )
+        if self._landing is not None and unit_index in self._landed:
+            self._landing.release(self._landed.pop(unit_index), self._optimizer.queue)
+
+    def _elements_of(self, unit: UnitLayout) -> int:
+        rest = self._paging.rest(unit.index)
+        return unit.trained_elements if rest is None else rest.trained_elements
 
     def _enqueue_sum(self, unit_index: int, landed: Tensor, rows: RowGradient | None) -> None:
         """Add what lands of a unit to what the passes before it have left, where this step may have several."""
@@ -422,6 +494,8 @@ class GradientSink:
     def open_slots(self) -> None:
         """Have slots on the device again after `close_slots`."""
         self._rings.open()
+        if self._paged is not None:
+            self._paged.open_slots()
         if self._lanes is not None:
             self._lanes.open()
 
@@ -429,6 +503,8 @@ class GradientSink:
         """Free the slots on the device. The queues must be idle but for the optimizer's, whose updates read host memory
         alone."""
         self._rings.close()
+        if self._paged is not None:
+            self._paged.close_slots()
         if self._lanes is not None:
             self._lanes.close()
 

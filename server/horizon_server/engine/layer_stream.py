@@ -8,7 +8,8 @@ Shapes: R = rows of the embedding in use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,12 +20,14 @@ from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.lane_sums import RowExchange
 from horizon_server.engine.optimizer import Optimizer
+from horizon_server.engine.paged_experts import NO_PAGES, Paging
 from horizon_server.engine.ranks import ALONE, Ranks
-from horizon_server.engine.slot_ring import Slot, SlotRings
+from horizon_server.engine.slot_ring import PageRing, Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.planning.residency import has_frozen_table, packed_units, resident_units
 from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import UnitLayout
 from horizon_server.store.ownership import length
 
 _NEVER: tuple[int, ...] = ()
@@ -54,8 +57,10 @@ class LayerStream:
         num_slots: int,
         residency: Residency = NOTHING_STAYS,
         ranks: Ranks = ALONE,
+        paging: Paging = NO_PAGES,
     ) -> None:
         assert num_slots >= 1
+        assert not (paging.layers and (residency.resident_layers or residency.packed_layers)), "a page stays nowhere"
         has_ends = residency.resident_head or residency.resident_table
         assert ranks.is_alone or not has_ends, "rows that ranks exchange come from the store"
         assert has_frozen_table(template.layout) or not residency.resident_table, "its rows would have to come again"
@@ -63,6 +68,8 @@ class LayerStream:
         self._sent_rows: Tensor | None = None
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._num_slots = num_slots
+        self.paging = paging
+        """Whose experts come by `page`, and not with their layer."""
         units = template.layout.units
         # Resident unit -> how often what it is made of had been updated when it was copied.
         self._copied: dict[int, tuple[int, ...]]
@@ -78,12 +85,18 @@ class LayerStream:
             units,
             allocate=lambda num_elements: device.allocate("weights", num_elements, device.compute_dtype),
             give_back=device.free,
-            elements_of=lambda unit: head_elements if unit.kind == "head" else unit.num_elements,
+            elements_of=lambda unit: head_elements if unit.kind == "head" else self._elements_of(unit),
             num_slots=num_slots,
             edge_elements=edge_elements if residency.resident_head else max(edge_elements, head_elements),
             more_layer_elements=exact(in_layers=True),
             resident=self._copied,
         )
+        self._pages = PageRing(
+            device,
+            allocate=lambda: device.allocate("weights", paging.page_elements, device.compute_dtype),
+            give_back=device.free,
+        )
+        self._open_pages()
         self._residency = residency
         # What stays beside the slots, by unit, and whether it has been copied.
         self._frozen: dict[int, Tensor] = {}
@@ -119,6 +132,31 @@ class LayerStream:
             yield request, slot.flat
             self._rings.release(slot, self._device.compute)
 
+    @contextmanager
+    def page(self, unit_index: int, number: int, experts: Collection[int] | None = None) -> Iterator[Tensor]:
+        """A page of a layer's experts, of which those that are not among `experts` may hold anything; while its layer
+        is the item of `walk` that was asked for last.
+
+        The weights are good for work submitted to compute within the block. The next page is copied while this one
+        computes, because the caller never waits for compute.
+        """
+        device, part = self._device, self.paging.layers[unit_index].unit.pages[number]
+        slot = self._pages.take(device.h2d)
+        # For a layer's first page, the copy of its rest has waited for the update already.
+        device.upload_spans(self._store, unit_index, list(part.runs(experts)), slot.flat)
+        device.compute.wait(device.h2d.record())
+        progress.advance()
+        yield slot.flat
+        self._pages.release(slot, device.compute)
+
+    def _elements_of(self, unit: UnitLayout) -> int:
+        rest = self.paging.rest(unit.index)
+        return unit.num_elements if rest is None else rest.num_elements
+
+    def _open_pages(self) -> None:
+        if self.paging.layers:
+            self._pages.open(self._num_slots)
+
     def forget(self) -> None:
         """Copy everything again, because the store has changed other than by an update. The queues must be idle."""
         self._copied = dict.fromkeys(self._copied, _NEVER)
@@ -127,12 +165,14 @@ class LayerStream:
     def open(self) -> None:
         """Have slots again after `close`, and copy everything again."""
         self._rings.open()
+        self._open_pages()
         self._open_frozen()
         self.forget()
 
     def close(self) -> None:
         """Free the slots. The queues must be idle."""
         self._rings.close()
+        self._pages.close()
         for memory in self._frozen.values():
             self._device.free(memory)
         self._frozen.clear()
@@ -176,6 +216,8 @@ class LayerStream:
                     device.gather_rows(table_VD, request.rows_R, rows_RD)
                 else:
                     device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
+            elif (rest := self.paging.rest(index)) is not None:
+                device.upload_spans(self._store, index, list(rest.runs()), slot.flat)
             else:
                 end = start + units[index].num_elements
                 self._upload(index, slot.flat[start:end], only_trained=only_trained)

@@ -114,3 +114,38 @@ class SlotRings:
         for ring in self._rings:
             while ring:
                 self._give_back(ring.popleft().flat)
+
+
+class PageRing:
+    """A ring of slots of one size for pages of experts, which are used in the order they are taken.
+
+    Thread: the driver's.
+    """
+
+    def __init__(self, device: Device, *, allocate: Callable[[], Tensor], give_back: Callable[[Tensor], None]) -> None:
+        self._device, self._allocate, self._give_back = device, allocate, give_back
+        self._slots: deque[Slot] = deque()
+
+    def open(self, num_slots: int) -> None:
+        """Take the memory."""
+        self._slots.extend(Slot(flat=self._allocate()) for _ in range(num_slots))
+
+    def take(self, queue: Queue) -> Slot:
+        """The next slot in turn; later work of `queue` waits until its last user has let go."""
+        slot = self._slots[0]
+        assert not slot.in_use, "pages are released in the order they were taken"
+        self._slots.rotate(-1)
+        slot.in_use = True
+        if slot.free is not None:
+            queue.wait(slot.free)
+        return slot
+
+    def release(self, slot: Slot, queue: Queue) -> None:
+        """Give a slot back; it is free when `queue` has done what was submitted so far."""
+        self._device.poison(queue, slot.flat)
+        slot.free, slot.in_use = queue.record(), False
+
+    def close(self) -> None:
+        """Give the memory back. The queues must be idle."""
+        while self._slots:
+            self._give_back(self._slots.popleft().flat)

@@ -37,6 +37,7 @@ from horizon_server.engine.optimizer import (
     num_updated_in_backward,
 )
 from horizon_server.engine.packing_limit import split_row, supports_packing
+from horizon_server.engine.paged_experts import Paging
 from horizon_server.engine.rank_calls import call_with, given_rows
 from horizon_server.engine.ranks import ALONE, Call, Ranks
 from horizon_server.engine.step_pass import StepKey
@@ -93,7 +94,7 @@ class Trainer:
         num_threads = execution.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
         is_table_trained = template.embeds_by_rows and template.table_place.has_gradient
         table = template.embedding_name if is_table_trained else None
-        self._ranks, self._is_together = ranks, False
+        self._ranks, self._is_together, self._is_released = ranks, False, False
         self._packs: bool | None = None
         self._speeds: list[list[float]] = []
         self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks)
@@ -108,6 +109,7 @@ class Trainer:
             num_slots=execution.num_weight_slots,
             residency=execution.residency,
             ranks=ranks,
+            paging=Paging.of(template, execution),
         )
         self._sink = GradientSink(
             template,
@@ -120,6 +122,7 @@ class Trainer:
             wire=torch.bfloat16 if execution.wire == "bfloat16" else torch.float32,
             adds_up=execution.adds_up,
             num_add_threads=num_threads,
+            paging=self._stream.paging,
         )
         self._forward_backward = ForwardBackward(
             template,
@@ -131,7 +134,6 @@ class Trainer:
             compiled=compiled or CompiledLayers(template),
             ranks=ranks,
         )
-        self._is_released = False
         # Now, so that a job that does not fit fails before its first step.
         share = 1.0 if ranks.by_layers else len(ranks.lanes(execution.lanes)[ranks.rank]) / execution.lanes
         self._forward_backward.activations.reserve(math.ceil(share * recipe.tokens_per_step))

@@ -26,6 +26,7 @@ from horizon_server.planning.lane_memory import (
     tokens_of_rank,
 )
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.pages import PagesPlan
 from horizon_server.planning.residency import packed_units, product_bytes, resident_units
 from horizon_server.planning.working_memory import (
     TOKEN_BYTES,
@@ -36,6 +37,7 @@ from horizon_server.planning.working_memory import (
     largest_weight_elements,
     layer_saved_elements,
     norm_input_elements,
+    routing_bytes,
     unpacking_bytes,
 )
 from horizon_server.recipe import Matmul, Recipe
@@ -47,6 +49,10 @@ from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, Stor
 
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
+
+EXPERT_PLANES = 3
+"""Hidden states of a layer whose experts come in pages: what goes into them, what comes out, or its gradient, and the
+gradient of what goes in."""
 
 # Of the numbers by which ranks that share hidden states tell how far they are.
 _COUNTER_BYTES, _PAGE_BYTES = 8, 4096
@@ -160,8 +166,9 @@ def plan_memory(
     documents are computed together up to `micro_batch_tokens`, whatever row they are in; before the data is prepared,
     `longest_document` is not known, and may be as long as a row.
     """
-    layout, model, device_kind = folder.layout, folder.shape, execution.device_kind
-    residency = execution.residency
+    layout, device_kind = folder.layout, execution.device_kind
+    pages, residency = PagesPlan.of(layout, execution), execution.residency
+    model = pages.shape(folder.shape)
     longest = min(recipe.sequence_length, longest_document or recipe.sequence_length)
     # From here on those of one rank, which the device and the process are of.
     tokens_per_step = tokens_of_rank(recipe.tokens_per_step, execution, longest=longest)
@@ -182,12 +189,13 @@ def plan_memory(
     uncovered_bytes = 0 if scores else max(0, counted_bytes - formula_elements * _FP32)
     num_kept = model.num_hidden_layers - layout.num_skipped_layers
     on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, execution)
+    on_device += EXPERT_PLANES * tokens_per_step * model.hidden_size * bool(pages.units)
     device = {
-        "weights": _weight_slot_elements(layout, residency) * element_bytes
+        "weights": _weight_slot_elements(layout, residency, pages) * element_bytes
         + sum(unit.packed_bytes for unit in packed_units(layout, residency))
         + (_exact_bytes(layout, model, residency) if element_bytes == _BF16 else 0)
         + sent_row_bytes(layout, execution, recipe.tokens_per_step),
-        "gradients": _gradient_slot_elements(layout) * _FP32
+        "gradients": _gradient_slot_elements(layout, pages) * _FP32
         + lane_gradient_bytes(layout, execution, recipe.tokens_per_step),
         "activations": on_device * element_bytes + residency.product_layers * product_bytes(folder, recipe, execution),
         "workspace": model.position_mask_bytes
@@ -197,6 +205,7 @@ def plan_memory(
             else -(-tokens_per_step // row_tokens) * scores.call_at(row_tokens)
         ),
     }
+    device["workspace"] += routing_bytes(model, tokens_per_step)
     in_fp8 = recipe.matmul != "bf16"
     if in_fp8:
         device["workspace"] += _fp8_bytes(layout, model, row_tokens, recipe.matmul)
@@ -292,22 +301,24 @@ def _head_elements(layout: StoreLayout) -> int:
     return layout.units[-1].num_elements + (layout.units[0].num_elements if layout.tied else 0)
 
 
-def _gradient_slot_elements(layout: StoreLayout) -> int:
-    """The ring of gradient_sink: two layers, and one slot for embedding rows or the head, of what is trained."""
+def _gradient_slot_elements(layout: StoreLayout, pages: PagesPlan) -> int:
+    """The rings of gradient_sink: two layers, two pages of experts, and one slot for embedding rows or the head, of
+    what is trained."""
     edge_elements = max(layout.units[0].trained_elements, layout.head_gradient_elements)
-    return NUM_SLOTS * _largest_trained_elements(layout) + edge_elements
+    layer_elements = max(pages.trained_elements(unit) for unit in layout.units if unit.kind == "layer")
+    return NUM_SLOTS * (layer_elements + pages.page_trained_elements) + edge_elements
 
 
-def _weight_slot_elements(layout: StoreLayout, residency: Residency) -> int:
-    """The ring of layer_stream, of the layers that pass through it, a slot for each layer that stays, and one for
-    embedding rows or the head."""
+def _weight_slot_elements(layout: StoreLayout, residency: Residency, pages: PagesPlan) -> int:
+    """The rings of layer_stream, of the layers that pass through it and of pages of experts, a slot for each layer that
+    stays, and one for embedding rows or the head."""
     resident = {unit.index: unit.num_elements for unit in resident_units(layout, residency.resident_layers)}
-    passing = [unit.num_elements for unit in layout.units if unit.kind == "layer" and unit.index not in resident]
+    passing = [pages.num_elements(u) for u in layout.units if u.kind == "layer" and u.index not in resident]
     embedding, head_elements = layout.units[0].num_elements, _head_elements(layout)
     # A head that stays has a slot of its own, and leaves the other one to the embedding.
     edges = embedding + head_elements if residency.resident_head else max(embedding, head_elements)
     edges += embedding if residency.resident_table else 0
-    return NUM_SLOTS * max(passing, default=0) + sum(resident.values()) + edges
+    return NUM_SLOTS * (max(passing, default=0) + pages.page_elements) + sum(resident.values()) + edges
 
 
 def _exact_bytes(layout: StoreLayout, model: ModelShape, residency: Residency) -> int:
@@ -331,10 +342,6 @@ def _exact_bytes(layout: StoreLayout, model: ModelShape, residency: Residency) -
 
 def _largest_layer_elements(layout: StoreLayout) -> int:
     return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
-
-
-def _largest_trained_elements(layout: StoreLayout) -> int:
-    return max(unit.trained_elements for unit in layout.units if unit.kind == "layer")
 
 
 def _landing_bytes(layout: StoreLayout, tokens_per_step: int, execution: Execution) -> int:

@@ -17,12 +17,11 @@ from horizon_server.spec import ALL_LINEAR, BaseFormat, LoraSpec, TrainSpec
 from horizon_server.store.adapters import TRANSPOSED, with_adapters
 from horizon_server.store.layout import Packing, StoreLayout, TensorLayout
 from horizon_server.store.model_files import text_config
+from horizon_server.store.pages import EXPERT_NAME
 
 _FIELD = "train.lora.targets"
 _TRAIN_EXPERTS = ", or train the experts themselves, without adapters (train.trainable: [experts])"
 
-# One of many networks of a mixture. The one that all tokens visit has a name of its own (shared_experts).
-_EXPERT = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|mlp)\.(?:input|output)_linear\.")
 _NOT_LINEAR = re.compile(
     # Routers: a choice, not a map of what the layer computes.
     r"(?:^|\.)(?:gate|router|router\.(?:classifier|gate|layer|proj))\.weight$"
@@ -80,7 +79,7 @@ def left_out(layout: StoreLayout, spec: LoraSpec) -> str:
     there are none."""
     if spec.targets != ALL_LINEAR:
         return ""
-    experts = [tensor for tensor in _matrices(layout) if _EXPERT.search(tensor.name)]
+    experts = [tensor for tensor in _matrices(layout) if EXPERT_NAME.search(tensor.name)]
     if not experts:
         return ""
     share = sum(tensor.num_elements for tensor in experts) / layout.num_parameters
@@ -97,7 +96,7 @@ def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
         targets = [
             t
             for t in matrices.values()
-            if _is_weight(t) and not _EXPERT.search(t.name) and not _NOT_LINEAR.search(t.name)
+            if _is_weight(t) and not EXPERT_NAME.search(t.name) and not _NOT_LINEAR.search(t.name)
         ]
         if not targets:
             raise InvalidSpec.of(
@@ -113,7 +112,7 @@ def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
                 _FIELD,
                 f"{_FIELD}: {name} has shape {list(matrices[name].shape)} and is not the weight of a linear map, so it "
                 f"gets no adapter; take it out with an expression after a {NOT}, such as {NOT}{name.split('.')[-2]}"
-                + (_TRAIN_EXPERTS if _EXPERT.search(name) else ""),
+                + (_TRAIN_EXPERTS if EXPERT_NAME.search(name) else ""),
             )
     return [matrices[name] for name in chosen]
 

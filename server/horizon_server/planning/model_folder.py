@@ -251,6 +251,8 @@ class ExpertShape:
     shared_intermediate_size: int
     computes_all: bool = False
     """Whether the model's class runs every token through every expert, with zeros for those that it does not visit."""
+    one_by_one: bool = False
+    """Whether the engine computes one expert after the other, and what one keeps is gone before the next."""
 
     @property
     def num_computed_per_token(self) -> int:

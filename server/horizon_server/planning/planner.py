@@ -30,6 +30,7 @@ from horizon_server.planning.machine import (
 )
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import check_exact, check_nodes, link_speed
+from horizon_server.planning.pages import check_pages
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
 from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
@@ -50,6 +51,7 @@ from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.layout import StoreLayout
+from horizon_server.store.pages import MOST_PAGE_ELEMENTS
 from horizon_server.texts import size_text
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
@@ -238,6 +240,7 @@ class Planner:
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
             adds_up=spec.is_session,
+            expert_page_elements=_page_elements(spec),
             num_ranks=spec.nodes.least * spec.gpus.most,
             num_nodes=spec.nodes.least,
             wire=spec.train.wire,
@@ -352,6 +355,7 @@ class Planner:
         `most_nodes` the nodes that the job may have; without, there are enough."""
         folder = open_for_training(path, spec.train)
         check_exact(folder, execution, spec.nodes)
+        check_pages(folder, execution)
         longest = folder.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             what = (
@@ -481,6 +485,7 @@ class Planner:
             else (),
             grad_bytes=_grad_bytes(spec, compute_dtype),
             adds_up=spec.is_session,
+            expert_page_elements=_page_elements(spec),
         )
 
     def _check_devices(self, gpus: Span, kind: DeviceKind) -> None:
@@ -585,3 +590,8 @@ def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:
     if spec.is_session:
         return ELEMENT_BYTES["float32"]
     return 0 if spec.train.max_grad_norm is None else ELEMENT_BYTES[compute_dtype]
+
+
+def _page_elements(spec: JobSpec) -> int:
+    """Of a page of experts; 0 where layers are whole."""
+    return MOST_PAGE_ELEMENTS if spec.memory.experts == "paged" else 0

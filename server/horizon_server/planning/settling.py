@@ -18,15 +18,17 @@ from horizon_server.planning.ledger import LayerMemory, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import network_bytes, of_one_node, with_network
 from horizon_server.planning.objective import with_objective, with_weights
+from horizon_server.planning.pages import PagesPlan
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_time import layer_seconds, predict_forward, predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.execution import Execution, Residency
+from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
 from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, ReferencePass, StepPrediction
 from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec, Span
+from horizon_server.store.pages import MOST_PAGE_ELEMENTS
 from horizon_server.texts import size_text
 
 MAX_PLAN_BYTES = 1 << 60
@@ -311,10 +313,11 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
     return choose_residency(
         step_s,
         room_bytes=room_bytes,
-        num_layers=case.folder.shape.num_hidden_layers,
+        # Layers whose experts come in pages stay nowhere as a whole.
+        num_layers=0 if execution.expert_page_elements else case.folder.shape.num_hidden_layers,
         weight_bytes=weight_bytes,
         layer_product_bytes=product_bytes(case.folder, case.spec.train.recipe, execution) if keeps_products else 0,
-        is_packed=any(unit.packed_bytes for unit in layout.units),
+        is_packed=any(unit.packed_bytes for unit in layout.units) and not execution.expert_page_elements,
         # Of several ranks, each brings a part of the head, and rows come from those that own them.
         ends=possible_ends(layout) if execution.num_ranks == 1 else (),
     )
@@ -330,12 +333,30 @@ def _why_not(case: Case, execution: Execution, ledger: Ledger, others: Sequence[
         short = f"the job needs {size_text(arena)} on the device and {size_text(allowed)} are allowed"
     if others:
         return f"{short}; it would fit with train.parallel: {others[0].execution.parallel}"
+    if paged := _in_pages(case, execution):
+        return f"{short}; {paged}"
     store = sum(ledger.host_bytes[part] for part in ("weights", "moments", "gradients"))
     if store > limit_bytes:
         billions = case.folder.layout.num_parameters / 1e9
         held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
         return f"{short}; {held}: {_smaller(case, execution)}"
     return f"{short}; {_advice(case, execution)}"
+
+
+def _in_pages(case: Case, execution: Execution) -> str:
+    """What to do where experts in pages make it fit, and what that costs; empty where they do not, or cannot be."""
+    has_choice = execution.num_ranks == 1 and execution.lanes == 1 and not execution.expert_page_elements
+    if not has_choice or case.spec.is_session or case.spec.eval.generate is not None:
+        return ""
+    paged = dataclasses.replace(execution, expert_page_elements=MOST_PAGE_ELEMENTS, residency=NOTHING_STAYS)
+    if not PagesPlan.of(case.folder.layout, paged).units:
+        return ""
+    paged = _placed(case, paged)
+    if not case.fits(case.ledger(paged), paged):
+        return ""
+    predicted = case.prediction(paged)
+    takes = "" if predicted is None else f", with a step of about {predicted.step_s:.3g} s"
+    return f"it would fit with memory.experts: paged{takes}"
 
 
 def _smaller(case: Case, execution: Execution) -> str:

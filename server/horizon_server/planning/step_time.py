@@ -54,7 +54,11 @@ class Seconds:
         are alike."""
         layer, width, clear = work.layer, rates.at(work.hidden_size), rates.accumulate_bytes_per_s
         gemm = rate_at(width.gemm_flops_per_s, work.micro_batch_tokens)
-        attend_s = layer.attention_flops / rate_at(rates.attention_forward_flops_per_s, work.document_tokens)
+        attend_s = (
+            layer.attention_times
+            * layer.attention_flops
+            / rate_at(rates.attention_forward_flops_per_s, work.document_tokens)
+        )
         back = rate_at(rates.attention_backward_flops_per_s, work.document_tokens) / layer.attention_backward_times
         forward = {
             "gemm": layer.forward_flops / gemm,

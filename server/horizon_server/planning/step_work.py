@@ -11,12 +11,13 @@ Source: docs/engine.md, "One step of training", and docs/architecture.md, "How f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.pages import PagesPlan
 from horizon_server.planning.residency import packed_units, resident_units, skips_projection
 from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
@@ -102,6 +103,9 @@ class LayerWork:
     backward_bytes: float
     accumulate_bytes: float
     attention_backward_times: float = 1.0
+    attention_times: float = 1.0
+    """How often attention is computed in forward, and as often in the recompute: more than once where experts come in
+    pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +239,15 @@ def _lengths(num_tokens: int, document: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Again:
+    """Of an average layer, what is computed once more; `share` are the layers that do."""
+
+    share: float
+    flops: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Counter:
     """The parts of a step, counted one by one."""
 
@@ -361,6 +374,8 @@ class _Counter:
         forward, recompute, backward = (
             (part - saved) * num_tokens for part, saved in zip(elementwise, less, strict=True)
         )
+        again = self._before_pages(num_tokens)
+        forward, recompute = forward + again.num_bytes, recompute + again.num_bytes
         # DoRA: norms once a visit, whatever the micro-batches, and what is done with each output of an adapted map.
         normed, scaled = (size / len(layers) for size in scaled_sizes(self.folder.layout))
         norm_bytes, output_bytes = normed * (self.element + _NORM_BYTES), scaled * num_tokens * self.element
@@ -379,8 +394,9 @@ class _Counter:
         of_values, of_gradients = self._gemm_times
         again_flops = FLOPS_PER_PARAMETER * _FORWARD_SHARE * num_tokens * normed if self.recipe.adapter_dropout else 0.0
         return LayerWork(
-            forward_flops=of_values * (own_flops * _FORWARD_SHARE + again_flops),
-            recompute_flops=of_values * (own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices) + again_flops),
+            forward_flops=of_values * (own_flops * _FORWARD_SHARE + again_flops + again.flops),
+            recompute_flops=of_values
+            * (own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices) + again_flops + again.flops),
             # Half of it are gradients of inputs, the other half those of trained weights.
             backward_flops=own_flops * (1 - _FORWARD_SHARE) * (of_values + of_gradients * trained) / 2 + again_flops,
             attention_flops=count.of_attention(self.lengths) * _FORWARD_SHARE / model.num_hidden_layers,
@@ -389,6 +405,26 @@ class _Counter:
             backward_bytes=backward + cast_bytes,
             accumulate_bytes=self.accumulate_bytes * matrices * self.num_micro_batches * trained,
             attention_backward_times=1.0 if self._on_host or not self.recipe.deterministic else DETERMINISTIC_BACKWARD,
+            attention_times=1.0 + again.share,
+        )
+
+    def _before_pages(self, num_tokens: int) -> _Again:
+        """What an average layer computes once more in forward, and in the recompute, because its experts come in pages:
+        all that comes before them, and a shared expert with it."""
+        layers, units = self._layer_units, PagesPlan.of(self.folder.layout, self.execution).units
+        matrices = sum(
+            tensor.num_elements
+            for unit in layers
+            if unit.index in units
+            for tensor in unit.tensors
+            if len(tensor.shape) > 1 and tensor.name not in units[unit.index].names
+        )
+        dense = replace(self.folder.shape, experts=None, intermediate_size=0)
+        share = len(units) / len(layers)
+        return _Again(
+            share=share,
+            flops=FLOPS_PER_PARAMETER * _FORWARD_SHARE * num_tokens * matrices / len(layers),
+            num_bytes=share * num_tokens * elementwise_bytes(dense, self.element, fused=self.facts.fused)[0],
         )
 
     def head(self) -> HeadWork:

@@ -15,6 +15,7 @@ from typing import Protocol
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.layout import PACKED_PIECE_ELEMENTS, StoreLayout
+from horizon_server.store.pages import EXPERT_NAME
 
 CUBLAS_BYTES = 2 * (32 << 20)
 """cuBLAS's workspace, 32 MiB on Hopper for each handle: compute's thread and autograd's have one each. It is in torch's
@@ -103,15 +104,17 @@ def layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     query = model.num_attention_heads * model.head_dim
     key = model.num_key_value_heads * model.head_dim
     per_token = 5 * model.hidden_size + _inner_saved_elements(model)
+    # By itself, of an expert that every token of the row visits.
+    expert = _visit_elements(model) * row_tokens if model.experts and model.experts.one_by_one else 0
     if not model.needs_masks:
         # A norm of queries and keys keeps both once more before it and after it, and a number per head.
         times, num_norms = (4, model.num_attention_heads + model.num_key_value_heads) if model.norms_queries else (2, 0)
         attention = times * (query + key) + num_norms + model.num_attention_heads + 3 * model.latent_size
-        return (per_token + attention) * row_tokens
+        return max(expert, (per_token + attention) * row_tokens)
     per_token += 6 * query + 2 * key + row_tokens
     if model.softcaps_attention:
         per_token += 2 * model.num_attention_heads * row_tokens
-    return per_token * row_tokens
+    return max(expert, per_token * row_tokens)
 
 
 def norm_input_elements(model: ModelShape, row_tokens: int) -> int:
@@ -132,9 +135,15 @@ def _inner_saved_elements(model: ModelShape) -> int:
     experts = model.experts
     if experts is None:
         return dense
-    per_visit = 4 * experts.intermediate_size + 2 * model.hidden_size + _ROUTING_ELEMENTS
     shared = 4 * experts.shared_intermediate_size
-    return max(dense, experts.num_computed_per_token * per_visit + shared + experts.num_experts)
+    visits = 0 if experts.one_by_one else experts.num_computed_per_token * _visit_elements(model)
+    return max(dense, visits + shared + experts.num_experts)
+
+
+def _visit_elements(model: ModelShape) -> int:
+    """What autograd keeps of an expert that a token visits."""
+    assert model.experts is not None
+    return 4 * model.experts.intermediate_size + 2 * model.hidden_size + _ROUTING_ELEMENTS
 
 
 def _inner_backward_elements(model: ModelShape) -> int:
@@ -144,16 +153,29 @@ def _inner_backward_elements(model: ModelShape) -> int:
     if experts is None:
         return dense
     per_visit = 3 * experts.intermediate_size + 2 * model.hidden_size
-    return max(dense, experts.num_computed_per_token * per_visit + 3 * experts.shared_intermediate_size)
+    visits = 1 if experts.one_by_one else experts.num_computed_per_token
+    return max(dense, visits * per_visit + 3 * experts.shared_intermediate_size)
 
 
 def largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
-    """The largest parameter of a layer as the model sees it: the first projections of all experts are one."""
-    largest = max(t.num_elements for unit in layout.units if unit.kind == "layer" for t in unit.tensors)
+    """The largest parameter of a layer as the model sees it: the first projections of all experts are one, or those of
+    each where one is computed after the other."""
     experts = model.experts
+    one_by_one = experts is not None and experts.one_by_one
+    tensors = [tensor for unit in layout.units if unit.kind == "layer" for tensor in unit.tensors]
+    largest = max(t.num_elements for t in tensors if not one_by_one or not EXPERT_NAME.search(t.name))
     if experts is None:
         return largest
-    return max(largest, 2 * experts.num_experts * experts.intermediate_size * model.hidden_size)
+    together = 1 if one_by_one else experts.num_experts
+    return max(largest, 2 * together * experts.intermediate_size * model.hidden_size)
+
+
+def routing_bytes(model: ModelShape, tokens_per_step: int) -> int:
+    """Which tokens go to each expert, in 64-bit numbers, their weights, and the gradients of these, while a layer whose
+    experts come in pages is visited."""
+    if model.experts is None or not model.experts.one_by_one:
+        return 0
+    return tokens_per_step * model.experts.num_experts_per_token * (2 * 8 + 2 * _FP32)
 
 
 def cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
@@ -200,14 +222,23 @@ def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -
     if model.softcaps_attention:
         # Probabilities, two gradients in fp32 and the cap's own result.
         moments.append(norms + 14 * heads * row_tokens)
+    one_by_one_bytes = 0
     if model.experts is not None:
         visits, expert = model.experts.num_computed_per_token, model.experts.intermediate_size
         shared = _BF16 * 6 * model.experts.shared_intermediate_size
-        moments.append(norms + shared + visits * max(8 * expert + 18 * hidden, 12 * expert + 6 * hidden))
+        visit_bytes = max(8 * expert + 18 * hidden, 12 * expert + 6 * hidden)
+        if model.experts.one_by_one:
+            # The backward of the norm before them is the widest moment of the rest; or an expert that all tokens visit.
+            visits, one_by_one_bytes = 0, row_tokens * visit_bytes
+            moments.append(34 * hidden)
+        moments.append(norms + shared + visits * visit_bytes)
     # Gradients of projections go to their slot; those of experts, which are one parameter, are made whole first.
     widest_weight = largest_weight_elements(layout, model) * _BF16 if model.experts is not None else 0
     weight_bytes = max(0, widest_weight - row_tokens * inner * _BF16)
-    return row_tokens * (attention + max(moments)) + weight_bytes + _cuda_mask_bytes(model, row_tokens)
+    layer_bytes = row_tokens * (attention + max(moments)) + _cuda_mask_bytes(model, row_tokens)
+    if one_by_one_bytes:
+        return max(layer_bytes, one_by_one_bytes + weight_bytes)
+    return layer_bytes + weight_bytes
 
 
 def _cuda_mask_bytes(model: ModelShape, row_tokens: int) -> int:

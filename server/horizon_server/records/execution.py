@@ -129,6 +129,9 @@ class Execution:
     """Where the model keeps documents apart, they are computed up to this many tokens at a time, whatever row they are
     in; 0 computes row by row."""
     residency: Residency = NOTHING_STAYS
+    expert_page_elements: int = 0
+    """Where the experts of a layer come in pages, the most elements of one (a single expert may have more); 0 where
+    layers are whole. In fp32 the bits are those of whole layers whose experts are computed one by one."""
     num_weight_slots: int = NUM_SLOTS
     num_gradient_slots: int = NUM_SLOTS
     head_chunk_tokens: int | None = None

@@ -26,6 +26,7 @@ from horizon_server.spec.fields import (
     list_as_tuple,
     text_as_list,
 )
+from horizon_server.spec.memory import MemorySpec
 from horizon_server.spec.objective import (
     METHODS,
     DpoSpec,
@@ -237,6 +238,7 @@ class JobSpec(Section):
 
     eval: Annotated[EvalSpec, absent_as_empty] = EvalSpec()
     limits: Annotated[LimitsSpec, absent_as_empty] = LimitsSpec()
+    memory: Annotated[MemorySpec, absent_as_empty] = MemorySpec()
 
     dpo: Annotated[DpoSpec, absent_as_empty] = DpoSpec()
     ipo: Annotated[IpoSpec, absent_as_empty] = IpoSpec()
@@ -283,6 +285,25 @@ class JobSpec(Section):
         for field, span in (("gpus", self.gpus), ("nodes", self.nodes)):
             if span.most > 1:
                 raise WrongField(field, f"is {span.plain}, and a session is computed on one device; use {field}: 1")
+        return self
+
+    @model_validator(mode="after")
+    def _pages_are_for_training_on_one_device(self) -> JobSpec:
+        if self.memory.experts == "whole":
+            return self
+        for field, span in (("gpus", self.gpus), ("nodes", self.nodes)):
+            if span.most > 1:
+                raise WrongField(field, f"is {span.plain}, and memory.experts: paged is for one device; use {field}: 1")
+        if (self.train.lanes or 1) > 1:
+            raise WrongField(
+                "train.lanes", f"is {self.train.lanes}, and memory.experts: paged is for one lane; leave it out"
+            )
+        if self.eval.generate is not None:
+            raise WrongField(
+                "eval.generate", "answers with whole layers, and memory.experts is paged; leave one of the two out"
+            )
+        if self.is_session:
+            raise WrongField("memory.experts", "is paged, and a session samples with whole layers; leave it out")
         return self
 
     @field_validator("metadata")

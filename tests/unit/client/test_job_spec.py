@@ -79,6 +79,7 @@ _specs = st.fixed_dictionaries(
         "gpus": st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
         "nodes": st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
         "eval_fraction": _doubles,
+        "memory": st.fixed_dictionaries({"experts": st.sampled_from(["whole", "paged"])}),
         "report_to": st.lists(_names, min_size=1, max_size=3),
         "eval": st.fixed_dictionaries(
             {},
@@ -163,6 +164,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "best_by": "b.c.loss",
         },
         "limits": {"max_hours": 1.5, "max_steps": 7},
+        "memory": {"experts": "paged"},
         "report_to": ["mlflow", "tensorboard"],
         "dpo": {"beta": 0.2, "loss": "hinge", "label_smoothing": 0.1, "length_normalised": True},
         "ipo": {"beta": 0.3, "length_normalised": False},

@@ -32,6 +32,7 @@ from horizon_server.records.execution import DeviceKind
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
+from horizon_server.store.pages import Span
 
 _COPY_THREADS = 4
 """Host threads that gather embedding rows and fill staging memory."""
@@ -199,6 +200,12 @@ class CudaDevice(QueuedDevice):
                 packed = self._packed[: unit.packed_bytes]
                 self.upload_packed(store, index, packed)
             self.h2d.submit(partial(store.unpack, index, packed, out), label=f"unpacking of unit {index}")
+
+    def upload_spans(self, store: HostStore, index: int, spans: Sequence[Span], out: Tensor) -> None:
+        """2 bytes a parameter, no cast."""
+        for span in spans:
+            target = out[span.local : span.local + span.stop - span.start]
+            self._upload(store.unit(index, "hi")[span.start : span.stop], target, label=f"part of unit {index}")
 
     def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
         self._upload(store.unit(index, "packed"), out, label=f"packed weights of unit {index}")

@@ -23,6 +23,7 @@ from horizon_server.records.execution import DeviceKind
 from horizon_server.store.adamw import square_blocks, sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.pages import Span
 
 _GATHER_ROWS = 4096
 
@@ -137,6 +138,22 @@ class HostDevice(QueuedDevice):
                 store.unpack(index, block, out)
 
         self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
+
+    def upload_spans(self, store: HostStore, index: int, spans: Sequence[Span], out: Tensor) -> None:
+        """4 bytes a parameter in fp32 and 2 in bf16, as a unit."""
+        targets = [out[span.local : span.local + span.stop - span.start] for span in spans]
+        num_bytes = sum(target.nbytes for target in targets)
+
+        def copy() -> None:
+            with self._link("h2d", num_bytes):
+                for span, target in zip(spans, targets, strict=True):
+                    part = slice(span.start, span.stop)
+                    if out.dtype is torch.float32:
+                        store.merge_part(index, part, target)
+                    else:
+                        target.copy_(store.unit(index, "hi")[part])
+
+        self.h2d.submit(copy, num_bytes=num_bytes, label=f"part of unit {index}")
 
     def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
         self._copy(self.h2d, store.unit(index, "packed"), out, label=f"packed weights of unit {index}")

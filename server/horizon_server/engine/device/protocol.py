@@ -19,6 +19,7 @@ from torch import Tensor
 from horizon_server.figures import CollectiveKind, DeviceFigures
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.pages import Span
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
 HostComponent = Literal["activations", "staging"]
@@ -161,6 +162,10 @@ class Device(Protocol):
         """Append the copy of a unit's weights to h2d; `out` has the unit's padded length. With `only_trained` it has
         the others already; with `parts`, other ranks send what is in none of them. Packed weights are unpacked from
         `packed` where it is given, which `upload_packed` has filled."""
+
+    def upload_spans(self, store: HostStore, index: int, spans: Sequence[Span], out: Tensor) -> None:
+        """Append the copy of some of a unit's weights to h2d, each span to its place in `out`. None of them is
+        packed."""
 
     def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
         """Append the copy of a unit's packed weights to h2d, as they are. Shapes: [unit.packed_bytes], uint8."""

@@ -1,0 +1,70 @@
+"""Experts that come in pages, as the planner sees them: which layers have some, and what that takes of the device.
+Torch-free.
+
+Units: elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from horizon_server.errors import InvalidSpec
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.records.execution import Execution
+from horizon_server.store.layout import StoreLayout, UnitLayout
+from horizon_server.store.pages import PagedUnit, paged_unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagesPlan:
+    """The layers of a layout whose experts come in pages, by the index of the unit; none where layers are whole."""
+
+    units: Mapping[int, PagedUnit]
+
+    @classmethod
+    def of(cls, layout: StoreLayout, execution: Execution) -> PagesPlan:
+        """What an execution means on a layout."""
+        most = execution.expert_page_elements
+        found = {unit.index: paged_unit(unit, most) for unit in layout.units if most and unit.kind == "layer"}
+        return cls(units={index: paged for index, paged in found.items() if paged is not None})
+
+    def num_elements(self, unit: UnitLayout) -> int:
+        """Of what is on the device of a layer while it is visited, besides pages."""
+        return self.units[unit.index].rest.num_elements if unit.index in self.units else unit.num_elements
+
+    def trained_elements(self, unit: UnitLayout) -> int:
+        """The same of its gradient."""
+        return self.units[unit.index].rest.trained_elements if unit.index in self.units else unit.trained_elements
+
+    @property
+    def page_elements(self) -> int:
+        """Of the largest page."""
+        return max((page.num_elements for paged in self.units.values() for page in paged.pages), default=0)
+
+    @property
+    def page_trained_elements(self) -> int:
+        """Of its gradient."""
+        return max((page.trained_elements for paged in self.units.values() for page in paged.pages), default=0)
+
+    def shape(self, model: ModelShape) -> ModelShape:
+        """The sizes of a model whose experts are computed one after the other."""
+        if not self.units or model.experts is None:
+            return model
+        # Where all layers have experts, the inner size in the config is theirs.
+        dense = 0 if len(self.units) == model.num_hidden_layers else model.intermediate_size
+        return replace(model, intermediate_size=dense, experts=replace(model.experts, one_by_one=True))
+
+
+def check_pages(folder: ModelFolder, execution: Execution) -> None:
+    """Let pass what can be in pages.
+
+    Raises:
+        InvalidSpec: pages are asked for, and the model has no experts that can be.
+    """
+    if not execution.expert_page_elements or PagesPlan.of(folder.layout, execution).units:
+        return
+    why = "the model has no layers of experts"
+    if any(unit.packed_bytes for unit in folder.layout.units):
+        why = "the frozen weights are packed (train.lora.base), which a page cannot be; use train.lora.base: source"
+    raise InvalidSpec.of("memory.experts", f"memory.experts is paged, and {why}; or use memory.experts: whole")

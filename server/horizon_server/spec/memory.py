@@ -1,0 +1,20 @@
+"""The section `memory`: where a job's weights and states are while it runs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from horizon_server.spec.fields import Section
+
+
+class MemorySpec(Section):
+    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
+
+    experts: Literal["whole", "paged"] = Field(
+        default="whole",
+        description="How the experts of a mixture reach the device. whole: with their layer, so two layers and two "
+        "gradients of a layer must fit; paged: in pages of at most 2**28 parameters, so that their number does not "
+        "matter, while attention is computed once more in forward and once more in backward. For one device.",
+    )
