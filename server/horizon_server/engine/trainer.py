@@ -9,8 +9,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ from horizon_server.engine.attention.adoption import adopt_for_hopper
 from horizon_server.engine.attention.implementation import use_deterministic_kernels
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device_states import DeviceStates
 from horizon_server.engine.forward_backward import ForwardBackward
 from horizon_server.engine.fp8 import check_supported
 from horizon_server.engine.gradient_sink import GradientSink
@@ -45,6 +47,7 @@ from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.lane_tree import dealt
+from horizon_server.planning.residency import state_units
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
 from horizon_server.store.adamw import AdamWStep
@@ -88,7 +91,9 @@ class Trainer:
         use_deterministic_kernels(recipe.deterministic, computes_on)
         self.attention = adopt_for_hopper(template, recipe, execution, computes_on)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
-        device.adopt(store)
+        states = state_units(template.layout, execution.residency)
+        self._with_states = [unit.index for unit in states]
+        device.adopt(store, self._with_states)
         template.place_buffers(device.place)
         num_threads = execution.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
         is_table_trained = template.embeds_by_rows and template.table_place.has_gradient
@@ -96,7 +101,21 @@ class Trainer:
         self._ranks, self._is_together = ranks, False
         self._packs: bool | None = None
         self._speeds: list[list[float]] = []
-        self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks)
+        assert ranks.is_alone or not states, "what several ranks update is in memory that they share"
+        self._optimizer = Optimizer(
+            store,
+            device,
+            num_threads=num_threads,
+            table=table,
+            ranks=ranks,
+            states=DeviceStates(
+                store,
+                device,
+                states,
+                exact_pieces=partial(template.exact_pieces, only_trained=True),
+                num_threads=num_threads,
+            ),
+        )
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or recipe.max_grad_norm is None, "clipping needs the store's grad plane"
         assert not (self._updates_in_backward and ranks.by_layers), "the numbers of layers come at the end of a step"
@@ -341,6 +360,7 @@ class Trainer:
             self._optimizer.finish().wait()
             # Only now, because after a failure the queues skip their work but let every event happen.
             self._device.raise_failure()
+            self._optimizer.send_home()
             self._ranks.meet()
 
     def state(self) -> dict[str, Any]:
@@ -378,8 +398,11 @@ class Trainer:
     def release_device(self) -> None:
         """Free this trainer's memory on the device, for other work, until its next step or evaluation takes it again.
 
-        Between steps. No result depends on it, and the last update may still be under way: it uses host memory alone,
-        which stays.
+        Between steps. No result depends on it, and the last update in host memory, which stays, may still be under way.
+        What the device has updated goes there before.
+
+        Raises:
+            HorizonError: as `flush`, where the device has updated something.
         """
         if self._is_released:
             return
@@ -392,6 +415,8 @@ class Trainer:
             if not self._ranks.is_alone:
                 # Other work on the device of one rank may read what others update.
                 self.flush()
+            self._optimizer.send_home()
+            self._optimizer.states.close()
             self._stream.close()
             self._sink.close_slots()
             self._forward_backward.activations.release()
@@ -406,6 +431,10 @@ class Trainer:
             # Work that is still queued would write into freed memory.
             self._device.drain()
             self._optimizer.finish().wait()
+            # After a failure, the store's generations say that these units are not up to date.
+            with suppress(Exception):
+                self._optimizer.send_home()
+            self._optimizer.states.close()
             self._stream.close()
             self._sink.close()
             self._forward_backward.activations.close()
@@ -489,7 +518,8 @@ class Trainer:
     def _take_device(self) -> None:
         """Have the memory that `release_device` has freed."""
         if self._is_released:
-            self._device.adopt(self._store)
+            self._device.adopt(self._store, self._with_states)
+            self._optimizer.states.open()
             self._stream.open()
             self._sink.open_slots()
             self._forward_backward.activations.open()

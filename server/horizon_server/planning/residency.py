@@ -47,6 +47,13 @@ def packed_units(layout: StoreLayout, residency: Residency) -> list[UnitLayout]:
     return _spread(others, residency.packed_layers)
 
 
+def state_units(layout: StoreLayout, residency: Residency) -> list[UnitLayout]:
+    """The layers whose optimizer states stay, evenly spread over those whose weights do."""
+    resident = resident_units(layout, residency.resident_layers)
+    assert residency.state_layers <= len(resident), "the device updates the weights that it has"
+    return _spread(resident, residency.state_layers)
+
+
 def _spread(units: Sequence[UnitLayout], number: int) -> list[UnitLayout]:
     total = len(units)
     return [unit for i, unit in enumerate(units) if (i + 1) * number // total > i * number // total]
