@@ -1,5 +1,5 @@
-"""Optimizer states of some layers in the device's memory: master, moments and gradient stay there, and the device updates
-them itself. What never leaves the device crosses neither the link nor the host's memory.
+"""Optimizer states of some layers in the device's memory: master, moments and gradient stay there, and the device
+updates them itself. What never leaves the device crosses neither the link nor the host's memory.
 
 The store's planes are these layers' home. They are up to date after `send_home` alone; until then the store's
 `generations` say that the units have an older update, so that nobody continues from them.
@@ -11,7 +11,7 @@ Source: Deep Optimizer States (arXiv 2410.21316), with which layers by plan and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from horizon_server.engine.binding import Exact
 from horizon_server.engine.device.protocol import Device
 from horizon_server.store.adamw import STATE_PLANES, AdamWStep, UnitStates, update_states
 from horizon_server.store.host_store import HostStore, join_halves, merge_master
-from horizon_server.store.layout import UnitLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class DeviceStates:
         self,
         store: HostStore,
         device: Device,
-        units: Sequence[UnitLayout] = (),
+        units: Collection[int] = (),
         *,
         exact_pieces: Callable[[int], Sequence[Exact]] = lambda _: (),
         num_threads: int = 1,
@@ -52,7 +51,8 @@ class DeviceStates:
         """`exact_pieces` are those of a unit's trained parameters that are computed with in fp32 where others are in
         bf16."""
         self._store, self._device, self._num_threads = store, device, num_threads
-        self._units = {unit.index: unit for unit in units if unit.trained_elements}
+        of_store = [store.layout.units[index] for index in units]
+        self._units = {unit.index: unit for unit in of_store if unit.trained_elements}
         self._is_fp32 = device.compute_dtype is torch.float32
         self._exact_pieces: Callable[[int], Sequence[Exact]] = (lambda _: ()) if self._is_fp32 else exact_pieces
         self._kept: dict[int, _Kept] = {}

@@ -1,5 +1,5 @@
-"""AdamW on the host, at the end of the schedule: a step's updates run in the order of the next step's reads, just ahead
-of them.
+"""AdamW at the end of the schedule: a step's updates run in the order of the next step's reads, just ahead of them; on
+the host, but for the units whose states are on the device, which it updates meanwhile.
 
 That order is: layer 0, the embedding, the other layers, the head. A pass uses few rows of a large table, and which ones
 is known when it begins. So where the model looks its table up by rows, the table's update is held back until then: the
@@ -73,6 +73,7 @@ class Optimizer:
         # Another queue, because the rows are known when the first one is full of layers already.
         self._rows_queue = device.host_queue("optimizer rows")
         self.states = states or DeviceStates(store, device)
+        assert ranks.is_alone or not self.states.holds_any, "what several ranks update is in memory that they share"
         """Those of the units that the device updates itself."""
         # Another one, because these updates take nothing that those of the host wait for.
         self._states_queue = device.host_queue("optimizer on the device") if self.states.holds_any else self.queue
@@ -293,6 +294,20 @@ class Optimizer:
         assert self._table is not None
         if self._table in reached:
             update_rows(self._store, self._table, hyper, gradient, rows_U, num_threads=self._num_threads)
+
+
+def adamw_step(recipe: Recipe, learning_rate: float, *, step: int, grad_scale: float = 1.0) -> AdamWStep:
+    """The update number `step`, counted from 1, of a job with this recipe."""
+    beta1, beta2 = recipe.betas
+    return AdamWStep(
+        step=step,
+        learning_rate=learning_rate,
+        beta1=beta1,
+        beta2=beta2,
+        eps=recipe.eps,
+        weight_decay=recipe.weight_decay,
+        grad_scale=grad_scale,
+    )
 
 
 def num_updated_in_backward(loss: float, square_sums: Tensor) -> int:

@@ -221,9 +221,13 @@ class Template:
             found.append(place)
         return found
 
-    def exact_pieces(self, unit_index: int, *, only_trained: bool = False) -> list[Exact]:
-        """The pieces of a unit, or those that are trained, that are computed with in fp32."""
-        places = [place for place in self.places[unit_index] if place.has_gradient or not only_trained]
+    def exact_pieces(self, unit_index: int) -> list[Exact]:
+        """The pieces of a unit that are computed with in fp32."""
+        return [place.piece for place in self.places[unit_index] if isinstance(place.piece, Exact)]
+
+    def trained_exact_pieces(self, unit_index: int) -> list[Exact]:
+        """Those of them that are trained."""
+        places = [place for place in self.places[unit_index] if place.has_gradient]
         return [place.piece for place in places if isinstance(place.piece, Exact)]
 
     def exact_elements(self, *, in_layers: bool) -> int:

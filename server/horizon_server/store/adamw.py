@@ -253,7 +253,7 @@ def _update_on_gpu(states: UnitStates, grads: torch.Tensor, segments: list[Segme
     from horizon_server.store.adamw_triton import adamw
 
     are_bf16 = grads.dtype == torch.bfloat16
-    numbers = {name: getattr(scalars, name) for name, _ in Scalars._fields_ if name != "scaled_step_size"}
+    numbers = {name: getattr(scalars, name) for name, *_ in Scalars._fields_ if name != "scaled_step_size"}
     grads = grads.view(torch.int16) if are_bf16 else grads
     for segment in _joined(segments):
         stretch = slice(segment.offset, segment.offset + segment.num_elements)

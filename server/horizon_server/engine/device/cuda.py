@@ -230,9 +230,7 @@ class CudaDevice(QueuedDevice):
 
         self.h2d.submit(work, num_bytes=rows_R.nbytes, label="rows on the device")
 
-    def upload(
-        self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None
-    ) -> None:
+    def upload(self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None) -> None:
         self._upload(source, out, label=label, queue=queue)
 
     def download(
@@ -261,9 +259,7 @@ class CudaDevice(QueuedDevice):
 
         self.d2h.submit(work, num_bytes=target.nbytes, label=label)
 
-    def keep_gradient(
-        self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = ""
-    ) -> None:
+    def keep_gradient(self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = "") -> None:
         """CUDA: as `download_unit`."""
 
         def work() -> None:

@@ -164,9 +164,7 @@ class HostDevice(QueuedDevice):
     def gather_rows(self, table_VD: Tensor, rows_R: Tensor, out_RD: Tensor) -> None:
         self.h2d.submit(partial(torch.index_select, table_VD, 0, rows_R, out=out_RD), label="rows on the device")
 
-    def upload(
-        self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None
-    ) -> None:
+    def upload(self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None) -> None:
         self._copy(queue or self.h2d, source, out, label=label)
 
     def download(
@@ -189,9 +187,7 @@ class HostDevice(QueuedDevice):
 
         self.d2h.submit(copy, num_bytes=target.nbytes, label=label)
 
-    def keep_gradient(
-        self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = ""
-    ) -> None:
+    def keep_gradient(self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = "") -> None:
         def keep() -> None:
             target.copy_(gradient.view(-1))
             if square_sum is not None:

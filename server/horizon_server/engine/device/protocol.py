@@ -175,9 +175,7 @@ class Device(Protocol):
     def gather_rows(self, table_VD: Tensor, rows_R: Tensor, out_RD: Tensor) -> None:
         """Append the gathering of some rows of a table that is on the device to h2d; `rows_R` are on the host."""
 
-    def upload(
-        self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None
-    ) -> None:
+    def upload(self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None) -> None:
         """Append the copy of host memory, from `allocate_host` or the store, to h2d, or to a queue for hops."""
 
     def download(
@@ -204,9 +202,7 @@ class Device(Protocol):
         not finite when an element is not.
         """
 
-    def keep_gradient(
-        self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = ""
-    ) -> None:
+    def keep_gradient(self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = "") -> None:
         """As `download_unit`, to a `target` on the device: nothing crosses the link but the sum, where it is wanted."""
 
     def run(self, work: Work) -> None:
