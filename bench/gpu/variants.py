@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.forecast import TOKENS, model_7b, spare_memory
-from bench.gpu.predicted import with_attention
+from bench.gpu.predicted import with_attention, with_streamed_states
 from bench.gpu.shapes import Base, Engine
 from bench.gpu.steps import with_base
 from horizon_server.planning.gpus import estimated_rates
@@ -65,6 +65,7 @@ class Variant:
     all_resident: bool = False
     packed_resident: bool = False
     states: bool = False
+    streamed_states: bool = False
     for_hopper: bool = False
     matmul: str = "bf16"
 
@@ -102,6 +103,7 @@ VARIANTS: tuple[Variant, ...] = (
         for_hopper=True,
         measured_by=Measures(engine="states"),
     ),
+    Variant(title="a job, states of all layers streamed to the GPU for their update", streamed_states=True),
     Variant(title="train.matmul: fp8, eager layers", facts=TODAY, matmul="fp8", measured_by=Measures(engine="fp8")),
     Variant(title="fp8 in compiled layers, weight gradients in bf16", matmul="fp8", for_hopper=True),
     Variant(title="the same, weight gradients too, products kept", matmul="fp8_full", products=True, for_hopper=True),
@@ -159,6 +161,8 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
     def step(kept: Residency) -> StepPrediction:
         execution = dataclasses.replace(variant.execution, residency=kept)
         work = work_of_step(folder, recipe, execution, facts=variant.facts)
+        if variant.streamed_states:
+            work = with_streamed_states(work, folder.layout)
         return predict_step(work, rates, shares_processors=False)
 
     if variant.all_resident:
