@@ -149,8 +149,9 @@ def spare_memory(
     step: Callable[[Residency], StepPrediction],
     *,
     keeps_products: bool = True,
+    keeps_states: bool = False,
 ) -> Residency:
-    """What a plan would keep in the memory that the job leaves."""
+    """What a plan would keep in the memory that the job leaves, of products and states as far as it may."""
 
     def device_bytes(kept: Residency) -> int:
         return plan_memory(folder, recipe, replace(execution, residency=kept)).device_total_bytes
@@ -163,6 +164,7 @@ def spare_memory(
         weight_bytes=lambda kept: device_bytes(kept) - needed,
         layer_product_bytes=product_bytes(folder, recipe, execution) if keeps_products else 0,
         is_packed=any(unit.packed_bytes for unit in folder.layout.units),
+        keeps_states=keeps_states,
         ends=possible_ends(folder.layout),
     )
 

@@ -2,7 +2,8 @@
 it.
 
 A point may ask for less: `eager` leaves out the compiled layers, `row by row` the joining too, `fp8` has its products
-in FP8. `products` keeps products as well, as a plan does; `job` leaves them out, so that both can be compared.
+in FP8. `products` keeps products as well, and `states` these and optimizer states, as a plan does; `job` leaves them
+out, so that they can be compared.
 `streamed` is a job without residents, `resident` one with all layers that fit, `packed resident` one with the packed
 weights of all layers, the head and the table.
 """
@@ -36,7 +37,7 @@ from horizon_server.records.plan import Ledger, StepPrediction
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
-_COMPILED: frozenset[Engine] = frozenset({"job", "products", "streamed", "resident", "packed resident"})
+_COMPILED: frozenset[Engine] = frozenset({"job", "products", "states", "streamed", "resident", "packed resident"})
 _NOTHING_STAYS: frozenset[Engine] = frozenset({"row by row", "streamed"})
 _NO_MICRO_BATCHES: frozenset[Engine] = frozenset({"row by row"})
 
@@ -55,6 +56,7 @@ class SetUp:
         """For the table."""
         kept = self.execution.residency
         parts = [f"{kept.resident_layers} resident"] if kept.resident_layers else []
+        parts += [f"{kept.state_layers} with states"] if kept.state_layers else []
         parts += [f"{kept.packed_layers} packed"] if kept.packed_layers else []
         parts += [name for name, stays in (("head", kept.resident_head), ("table", kept.resident_table)) if stays]
         parts += [f"{kept.product_layers} keep products"] if kept.product_layers else []
@@ -97,7 +99,7 @@ def set_up(
     rates = estimated_rates(PREDICTED_FOR, host_bytes_per_s=(host_gbps or HOST_GBPS) * 1e9)
     layers = CompiledLayers(model.template)
     if engine in _COMPILED:
-        keeping = num_layers if engine == "products" else 0
+        keeping = num_layers if engine in ("products", "states") else 0
         layers = compiled_layers(task, model, recipe.sequence_length, product_layers=keeping)
     # Rows of their full length: a single row's documents may be shorter, which attention alone knows.
     documents = replace(recipe, sequence_length=max(max(row.document_lengths) for row in rows))
@@ -128,12 +130,13 @@ def set_up(
                 weight_bytes=weight_bytes,
                 layer_product_bytes=product_bytes(folder, recipe, execution) if layers.num_keeping else 0,
                 is_packed=any(unit.packed_bytes for unit in folder.layout.units),
+                keeps_states=engine == "states",
                 ends=possible_ends(folder.layout),
             )
-    elif engine in ("resident", "packed resident") and not on_gpu:
+    elif engine in ("resident", "packed resident", "states") and not on_gpu:
         # A dry run goes the same way.
-        whole = Residency(resident_layers=num_layers)
-        residency = whole if engine == "resident" else _packed_resident(folder)
+        whole = Residency(resident_layers=num_layers, state_layers=num_layers if engine == "states" else 0)
+        residency = _packed_resident(folder) if engine == "packed resident" else whole
     execution = replace(execution, residency=residency)
     return SetUp(
         plan=plan_memory(folder, recipe, execution),

@@ -1,9 +1,4 @@
-"""What the step-time model says of parts of the engine that it does not count by itself, and of changes that the engine
-does not have.
-
-Each function changes the counted work of a step. The figures are those of an independent review, which counted bytes on
-the traced graphs of a 7B layer; none was measured on a GPU.
-"""
+"""What the step-time model says of changes that the engine does not have. None was measured on a GPU."""
 
 from __future__ import annotations
 
@@ -13,29 +8,8 @@ from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_work import StepWork
 from horizon_server.store.layout import StoreLayout
 
-# AdamW on a device reads and writes master and moments, and reads a gradient in fp32.
-_STATE_BYTES = 26
-
-
-def with_resident_states(work: StepWork, layout: StoreLayout, num_layers: int) -> StepWork:
-    """Master, moments and gradient of some layers, evenly spread, stay on the device, which updates them itself."""
-    elements = [unit.trained_elements for unit in layout.units if unit.kind == "layer"]
-    total = len(elements)
-    layers = tuple(
-        dataclasses.replace(
-            unit,
-            upload_bytes=0.0,
-            download_bytes=0.0,
-            update_bytes=0.0,
-            resident=True,
-            # The update's traffic is of device memory, like what clears a gradient.
-            clear_bytes=unit.clear_bytes + _STATE_BYTES * elements[i],
-        )
-        if (i + 1) * num_layers // total > i * num_layers // total
-        else unit
-        for i, unit in enumerate(work.layers)
-    )
-    return dataclasses.replace(work, layers=layers)
+# Of a parameter: both halves of its master and its moments.
+_STATE_BYTES = 12
 
 
 def with_attention(rates: DeviceRates, forward: float, backward: float) -> DeviceRates:
@@ -45,3 +19,20 @@ def with_attention(rates: DeviceRates, forward: float, backward: float) -> Devic
         attention_forward_flops_per_s=((1, forward),),
         attention_backward_flops_per_s=((1, backward),),
     )
+
+
+def with_streamed_states(work: StepWork, layout: StoreLayout) -> StepWork:
+    """The states of every layer go up to be updated on the device, and come home again: low half and moments both ways,
+    the new high half down in the gradient's place. The host's memory gives and takes the same bytes."""
+    elements = [unit.trained_elements for unit in layout.units if unit.kind == "layer"]
+    layers = tuple(
+        dataclasses.replace(
+            unit,
+            # Half of what goes up counts in each of a layer's two visits.
+            upload_bytes=unit.upload_bytes + (_STATE_BYTES - 2) / 2 * size,
+            download_bytes=_STATE_BYTES * size,
+            update_bytes=(2 * _STATE_BYTES - 2) * size,
+        )
+        for unit, size in zip(work.layers, elements, strict=True)
+    )
+    return dataclasses.replace(work, layers=layers)

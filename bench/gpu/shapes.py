@@ -39,7 +39,7 @@ QWEN25: dict[str, dict[str, Any]] = {
 }
 MAX_POSITIONS = 1 << 17
 
-Engine = Literal["job", "eager", "row by row", "products", "fp8", "streamed", "resident", "packed resident"]
+Engine = Literal["job", "eager", "row by row", "products", "states", "fp8", "streamed", "resident", "packed resident"]
 """What runs the rows, see `engine`."""
 
 Base = Literal["", "bf16", "nf4"]
@@ -142,6 +142,7 @@ SIZES: Mapping[DeviceChoice, Sizes] = {
             Point(tokens=131072, row_tokens=32768),
             Point(tokens=131072, row_tokens=131072),
             Point(tokens=8192, engine="resident"),
+            Point(tokens=8192, engine="states"),
             # Another host memory, by the number of update threads.
             Point(tokens=8192, host_gbps=120),
             Point(tokens=32768, host_gbps=120),

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.forecast import TOKENS, model_7b, spare_memory
-from bench.gpu.predicted import (
-    with_attention,
-    with_resident_states,
-)
+from bench.gpu.predicted import with_attention, with_streamed_states
 from bench.gpu.shapes import Base, Engine
 from bench.gpu.steps import with_base
 from horizon_server.planning.gpus import estimated_rates
@@ -37,7 +34,6 @@ _ROW_BY_ROW = Execution(device_kind="cuda", compute_dtype="bfloat16", grad_bytes
 _JOINED = dataclasses.replace(_ROW_BY_ROW, micro_batch_tokens=MICRO_BATCH_TOKENS)
 _JOB = dataclasses.replace(TODAY, fused=True)
 _NO_TABLE = dataclasses.replace(_JOB, keeps_embedding=True)
-_STATE_LAYERS_OF_28 = 17
 # What FlashAttention 4 is expected to reach on an H100, forward and backward.
 HOPPER_ATTENTION = (480e12, 400e12)
 
@@ -54,7 +50,8 @@ class Measures:
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A row. `measured_by` is None where the engine has no such thing; of a job's points those with attention
-    `for_hopper` count, or those without. In the memory that is left, `products` keeps products and `residents` weights;
+    `for_hopper` count, or those without. In the memory that is left, `products` keeps products, `residents` weights and
+    `states` optimizer states with their layers' weights;
     `all_resident` keeps those of all layers, `packed_resident` as they are packed, and head and table."""
 
     title: str
@@ -67,7 +64,8 @@ class Variant:
     residents: bool = False
     all_resident: bool = False
     packed_resident: bool = False
-    resident_states: bool = False
+    states: bool = False
+    streamed_states: bool = False
     for_hopper: bool = False
     matmul: str = "bf16"
 
@@ -93,10 +91,19 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, for_hopper=True),
     Variant(
-        title="optimizer states of 17 of 28 layers resident instead",
-        resident_states=True,
-        for_hopper=True,
+        title="a job that keeps optimizer states and products",
+        states=True,
+        products=True,
+        measured_by=Measures(engine="states"),
     ),
+    Variant(
+        title="the same + attention for Hopper",
+        states=True,
+        products=True,
+        for_hopper=True,
+        measured_by=Measures(engine="states"),
+    ),
+    Variant(title="a job, states of all layers streamed to the GPU for their update", streamed_states=True),
     Variant(title="train.matmul: fp8, eager layers", facts=TODAY, matmul="fp8", measured_by=Measures(engine="fp8")),
     Variant(title="fp8 in compiled layers, weight gradients in bf16", matmul="fp8", for_hopper=True),
     Variant(title="the same, weight gradients too, products kept", matmul="fp8_full", products=True, for_hopper=True),
@@ -154,17 +161,18 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
     def step(kept: Residency) -> StepPrediction:
         execution = dataclasses.replace(variant.execution, residency=kept)
         work = work_of_step(folder, recipe, execution, facts=variant.facts)
-        if variant.resident_states:
-            work = with_resident_states(work, folder.layout, num_layers * _STATE_LAYERS_OF_28 // 28)
+        if variant.streamed_states:
+            work = with_streamed_states(work, folder.layout)
         return predict_step(work, rates, shares_processors=False)
 
     if variant.all_resident:
         return step(Residency(resident_layers=num_layers))
     if variant.packed_resident:
         return step(dataclasses.replace(possible_ends(folder.layout)[-1], packed_layers=num_layers))
-    if not (variant.products or variant.residents):
+    if not (variant.products or variant.residents or variant.states):
         return step(NOTHING_STAYS)
-    return step(spare_memory(folder, recipe, variant.execution, step, keeps_products=variant.products))
+    keeps = {"keeps_products": variant.products, "keeps_states": variant.states}
+    return step(spare_memory(folder, recipe, variant.execution, step, **keeps))
 
 
 def table() -> list[str]:

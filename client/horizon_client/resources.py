@@ -403,6 +403,11 @@ class KeptMemory:
     """Whether the embedding's table stays, which is frozen."""
     end_bytes: int
     """What the weights of head and table take."""
+    state_layers: int
+    """Of the layers whose weights stay, those whose optimizer states and gradients stay too, and that the device
+    updates."""
+    state_bytes: int
+    """What these states and gradients take."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from tests.support.further import further
 from tests.support.worker_attempts import assert_same, result, spec_of, worker_request, write_inputs
 
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.records.execution import Residency
 
 NUM_KILLS = 6
 NUM_STEPS = 60
@@ -156,3 +157,29 @@ def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturb
     repeated = len(killed.losses) - NUM_STEPS
     assert repeated <= SAVE_EVERY * len(killed.warnings) + NUM_KILLS
     assert from_memory >= 1, "no kill was continued from memory"
+
+
+def test_what_was_on_the_device_is_lost_with_the_worker_and_the_job_continues_from_its_checkpoint(
+    processes: ForkServerContext, tmp_path: Path
+) -> None:
+    spec = spec_of(3 * SAVE_EVERY, train={"epochs": None}, checkpoint={"every_steps": SAVE_EVERY})
+    whole, killed = Lives(), Lives()
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        write_inputs(tmp_path / name, "llama")
+    with worker_request(tmp_path / "whole", spec) as request:
+        assert live_once(processes, whole, request, tmp_path / "log", num_steps=NUM_STEPS, delay_s=0)
+    kept = Residency(resident_layers=2, state_layers=2)
+    with worker_request(tmp_path / "killed", spec, kept=kept) as request:
+        # From 0 on to 14 or a little more, from 10 on to 17, from 10 on to 22.
+        for num_steps in (14, 7, 12):
+            done = live_once(processes, killed, request, tmp_path / "log", num_steps=num_steps, delay_s=0, rests=True)
+            assert not done
+            newest = CheckpointFolder(tmp_path / "killed/checkpoints", "job_1").newest()
+            request = {**request, "resume_from": newest and str(newest), "resume_from_memory": True}
+        assert live_once(processes, killed, request, tmp_path / "log", num_steps=NUM_STEPS, delay_s=0)
+    assert killed.began == [0, 10, 10, 20]
+    assert len(killed.warnings) == 3 and all("while its device had newer ones" in text for text in killed.warnings)
+    wanted = dict(whole.losses)
+    assert [(step, loss) for step, loss in killed.losses if wanted[step] != loss] == []
+    assert_same(result(tmp_path / "whole", 3 * SAVE_EVERY), result(tmp_path / "killed", 3 * SAVE_EVERY))

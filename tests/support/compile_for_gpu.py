@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from horizon_server.engine import square_sums_triton
 from horizon_server.engine.fused import rms_norm_triton, rotary_triton, swiglu_triton
-from horizon_server.store import packing_triton
+from horizon_server.store import adamw_triton, packing_triton
 
 H100 = GPUTarget("cuda", 90, 32)
 KERNELS: list[tuple[Any, Mapping[str, Any], int]] = [
@@ -30,6 +30,8 @@ KERNELS: list[tuple[Any, Mapping[str, Any], int]] = [
     (square_sums_triton._block_kernel, {"TILE": 1024}, 4),
     (packing_triton._unpack_nf4, {"BLOCK": 64, "GROUP": 256, "TILE": 2048}, 4),
     (packing_triton._unpack_int8, {"TILE": 2048}, 4),
+    (adamw_triton._adamw, {"GRADS_ARE_BF16": True, "TILE": 1024}, 4),
+    (adamw_triton._adamw, {"GRADS_ARE_BF16": False, "TILE": 1024}, 4),
 ]
 POINTERS = {
     "partial_sums": "*fp32",

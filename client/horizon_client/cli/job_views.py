@@ -215,6 +215,7 @@ def _kept_text(kept: KeptMemory) -> str:
         f"{what} of {layers:,} layer{'' if layers == 1 else 's'} ({bytes_text(size)})"
         for what, layers, size in (
             ("weights", kept.resident_layers, kept.resident_bytes),
+            ("optimizer states", kept.state_layers, kept.state_bytes),
             ("packed weights", kept.packed_layers, kept.packed_bytes),
             ("activations", kept.product_layers, kept.product_bytes),
         )

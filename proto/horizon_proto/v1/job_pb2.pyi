@@ -2121,6 +2121,8 @@ class KeptMemory(google.protobuf.message.Message):
     RESIDENT_HEAD_FIELD_NUMBER: builtins.int
     RESIDENT_TABLE_FIELD_NUMBER: builtins.int
     END_BYTES_FIELD_NUMBER: builtins.int
+    STATE_LAYERS_FIELD_NUMBER: builtins.int
+    STATE_BYTES_FIELD_NUMBER: builtins.int
     resident_layers: builtins.int
     """Layers whose weights stay from step to step."""
     resident_bytes: builtins.int
@@ -2141,6 +2143,10 @@ class KeptMemory(google.protobuf.message.Message):
     """Whether the embedding's table stays, which is frozen."""
     end_bytes: builtins.int
     """What the weights of head and table take."""
+    state_layers: builtins.int
+    """Of the layers whose weights stay, those whose optimizer states and gradients stay too, and that the device updates."""
+    state_bytes: builtins.int
+    """What these states and gradients take."""
     def __init__(
         self,
         *,
@@ -2154,8 +2160,10 @@ class KeptMemory(google.protobuf.message.Message):
         resident_head: builtins.bool = ...,
         resident_table: builtins.bool = ...,
         end_bytes: builtins.int = ...,
+        state_layers: builtins.int = ...,
+        state_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end_bytes", b"end_bytes", "packed_bytes", b"packed_bytes", "packed_layers", b"packed_layers", "product_bytes", b"product_bytes", "product_layers", b"product_layers", "resident_bytes", b"resident_bytes", "resident_head", b"resident_head", "resident_layers", b"resident_layers", "resident_table", b"resident_table", "saved_share", b"saved_share"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_bytes", b"end_bytes", "packed_bytes", b"packed_bytes", "packed_layers", b"packed_layers", "product_bytes", b"product_bytes", "product_layers", b"product_layers", "resident_bytes", b"resident_bytes", "resident_head", b"resident_head", "resident_layers", b"resident_layers", "resident_table", b"resident_table", "saved_share", b"saved_share", "state_bytes", b"state_bytes", "state_layers", b"state_layers"]) -> None: ...
 
 global___KeptMemory = KeptMemory
 

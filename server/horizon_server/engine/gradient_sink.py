@@ -17,7 +17,7 @@ from torch import Tensor
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.lane_sums import LaneGradients, LaneSums, Leaf, RowExchange
 from horizon_server.engine.lanes import sum_lanes
-from horizon_server.engine.optimizer import Optimizer
+from horizon_server.engine.optimizer import IsFinite, Optimizer
 from horizon_server.engine.paged_experts import NO_PAGES, Paging
 from horizon_server.engine.paged_gradients import PagedGradients
 from horizon_server.engine.ranks import ALONE, Ranks
@@ -132,9 +132,12 @@ class GradientSink:
                     if unit.kind == "head" or (unit.kind == "embedding" and not self._has_rows)
                 ),
             )
+        assert not (adds_up and optimizer.states.holds_any), "gradients add up in host memory"
         self._open: dict[int, Slot] = {}
         # Of paged layers, where their parts land one after the other.
         self._landed: dict[int, Slot] = {}
+        # Of the gradients that the step begun last has sent.
+        self._checks: tuple[IsFinite, ...] = ()
         self._square_sums: Tensor | None = None
         self.reached: set[str] = set()
 
@@ -198,7 +201,7 @@ class GradientSink:
         """Forget the last step's numbers, so that a trained unit that sends no gradient is noticed. `rows` are those
         of the embedding, in a step of several lanes. With `adds`, the pass is a further one of the same step: its
         gradients are added to those of the passes before."""
-        self._adds = adds
+        self._adds, self._checks = adds, ()
         self._set = 1 - self._set
         self._sets[self._set].fill_(torch.nan)
         if self._lanes is not None:
@@ -312,7 +315,7 @@ class GradientSink:
             self._send_paged(self._paged, unit_index)
             return
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
-        slot, landing = self._open[unit_index], None
+        slot, landing, stays = self._open[unit_index], None, self._optimizer.states.holds(unit_index)
         lands = self._lands
         if rows_R is not None:
             gradient = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
@@ -325,7 +328,9 @@ class GradientSink:
             shares = template.layout.shares_gradient
             start = template.layout.units[-1].num_elements if unit_index == 0 and shares else 0
             gradient = slot.flat[start : start + unit.trained_elements]
-            if self._landing is not None and lands:
+            if stays:
+                target = self._optimizer.states.gradient(unit_index)
+            elif self._landing is not None and lands:
                 landing = self._landing.take(unit_index, device.d2h)
                 target = landing.flat[: unit.trained_elements]
             else:
@@ -340,18 +345,22 @@ class GradientSink:
         device.d2h.wait(device.compute.record())
         # Views of this step's set, because the update may ask when the next step has begun with the other one.
         loss, square_sum, reached = self._sets[self._set, 0], self.square_sums[unit_index], self.reached
-        if self._adds:
+        if stays:
+            # An update may still read what was there before.
+            self._optimizer.wait_for_states(device.d2h)
+            device.keep_gradient(gradient, target, square_sum, label=f"gradient {unit_index}")
+        elif self._adds:
             device.download(gradient.view(-1), target, label=f"gradient {unit_index}")
         else:
             device.download_unit(gradient, target, square_sum, label=f"gradient {unit_index}")
-        if self._store.grad_dtype is not None:
+        if self._store.grad_dtype is not None and not stays:
             self._enqueue_sum(unit_index, target, None if rows_R is None else self._row_gradient)
-        else:
+        elif self._store.grad_dtype is None:
             self._optimizer.update_landed(
                 unit_index,
                 target if rows_R is None or self._row_gradient is None else self._row_gradient,
                 device.d2h.record(),
-                lambda: math.isfinite(loss) and math.isfinite(square_sum),
+                self._until_now(lambda: math.isfinite(loss) and math.isfinite(square_sum)),
                 lambda: reached,
             )
         if landing is not None and self._landing is not None:
@@ -403,7 +412,7 @@ class GradientSink:
                 unit_index,
                 target,
                 summed,
-                lambda: math.isfinite(loss) and math.isfinite(square_sum),
+                self._until_now(lambda: math.isfinite(loss) and math.isfinite(square_sum)),
                 lambda: reached,
             )
         if self._landing is not None and unit_index in self._landed:
@@ -412,6 +421,11 @@ class GradientSink:
     def _elements_of(self, unit: UnitLayout) -> int:
         rest = self._paging.rest(unit.index)
         return unit.trained_elements if rest is None else rest.trained_elements
+
+    def _until_now(self, is_finite: IsFinite) -> IsFinite:
+        """Whether all that the step has sent is finite, up to what `is_finite` looks at."""
+        checks = self._checks = (*self._checks, is_finite)
+        return lambda: all(check() for check in checks)
 
     def _enqueue_sum(self, unit_index: int, landed: Tensor, rows: RowGradient | None) -> None:
         """Add what lands of a unit to what the passes before it have left, where this step may have several."""
@@ -443,6 +457,7 @@ class GradientSink:
         """Send this rank's part of the sum over all lanes to the host."""
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
         slot, landing, owned = self._open.pop(unit_index), None, self._owned[unit_index]
+        stays = self._optimizer.states.holds(unit_index)
         device.d2h.wait(device.compute.record())
         if unit.kind == "head" and template.layout.shares_gradient:
             lanes.keep_table(slot.flat, unit.num_elements)
@@ -461,19 +476,25 @@ class GradientSink:
                 self._row_gradient = RowGradient(
                     rows_R=lanes.rows.own_U, values_RD=target.view(-1, template.hidden_size)
                 )
+            elif stays:
+                target = self._optimizer.states.gradient(unit_index)
+                self._optimizer.wait_for_states(device.d2h)
             elif self._landing is not None:
                 landing = self._landing.take(unit_index, device.d2h)
                 target = landing.flat[: length(owned)]
             else:
                 target = self._store.unit(unit_index, "grad")[owned]
-            device.download(gradient, target, label=f"gradient {unit_index}")
+            if stays:
+                device.keep_gradient(gradient, target, None, label=f"gradient {unit_index}")
+            else:
+                device.download(gradient, target, label=f"gradient {unit_index}")
             if self._landing is not None:
                 at = lanes.numbers_of(unit_index)
                 self._optimizer.update_landed(
                     unit_index,
                     self._row_gradient if is_rows and self._row_gradient is not None else target,
                     device.d2h.record(),
-                    lambda: math.isfinite(loss) and bool(torch.isfinite(at.squares).all()),
+                    self._until_now(lambda: math.isfinite(loss) and bool(torch.isfinite(at.squares).all())),
                     lambda: reached | at.reached(),
                 )
                 if landing is not None:

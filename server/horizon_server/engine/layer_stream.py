@@ -196,7 +196,11 @@ class LayerStream:
         was_kept = slot.kept_for is not None
         slot.kept_for = request.unit_index if self._stays(requests, position) else None
         if was_kept:
-            return slot, None
+            if not self._optimizer.states.holds(request.unit_index):
+                return slot, None
+            # Updated where it is.
+            self._optimizer.wait_for_update(device.h2d, request.unit_index)
+            return slot, device.h2d.record()
         # What is frozen of a resident layer stays as it is.
         only_trained = self._copied.get(request.unit_index, _NEVER) != _NEVER
         if request.unit_index in self._copied:
@@ -222,6 +226,8 @@ class LayerStream:
                 end = start + units[index].num_elements
                 self._upload(index, slot.flat[start:end], only_trained=only_trained)
                 start = end
+        if self._optimizer.states.holds(request.unit_index):
+            self._optimizer.states.fill(request.unit_index, slot.flat)
         if device.compute_dtype != torch.float32:
             pieces = template.exact_pieces(request.unit_index)
             if pieces:

@@ -1,5 +1,5 @@
-"""AdamW on the host, at the end of the schedule: a step's updates run in the order of the next step's reads, just ahead
-of them.
+"""AdamW at the end of the schedule: a step's updates run in the order of the next step's reads, just ahead of them; on
+the host, but for the units whose states are on the device, which it updates meanwhile.
 
 That order is: layer 0, the embedding, the other layers, the head. A pass uses few rows of a large table, and which ones
 is known when it begins. So where the model looks its table up by rows, the table's update is held back until then: the
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event, Queue, Work
+from horizon_server.engine.device_states import DeviceStates
 from horizon_server.engine.ranks import ALONE, RankEvent, Ranks
 from horizon_server.recipe import Recipe
 from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, update_unit
@@ -56,7 +57,14 @@ class Optimizer:
     """
 
     def __init__(
-        self, store: HostStore, device: Device, *, num_threads: int, table: str | None, ranks: Ranks = ALONE
+        self,
+        store: HostStore,
+        device: Device,
+        *,
+        num_threads: int,
+        table: str | None,
+        ranks: Ranks = ALONE,
+        states: DeviceStates | None = None,
     ) -> None:
         self._store, self._num_threads, self._table, self._ranks = store, num_threads, table, ranks
         self._device = device
@@ -64,12 +72,16 @@ class Optimizer:
         self.queue = device.host_queue("optimizer")
         # Another queue, because the rows are known when the first one is full of layers already.
         self._rows_queue = device.host_queue("optimizer rows")
+        self.states = states or DeviceStates(store, device)
+        assert ranks.is_alone or not self.states.holds_any, "what several ranks update is in memory that they share"
+        """Those of the units that the device updates itself."""
+        # Another one, because these updates take nothing that those of the host wait for.
+        self._states_queue = device.host_queue("optimizer on the device") if self.states.holds_any else self.queue
         self._updated: dict[int, Event] = {}
         self._num_updates: Counter[int] = Counter()
         self._generation_of: dict[int, int] = {}
         self._held: _HeldUpdate | None = None
         self._rows_in_use: tuple[Tensor, Event] | None = None
-        self._if_finite: Callable[[Work, IsFinite], None] | None = None
         self._hyper: AdamWStep | None = None
         # As the store says: its units may have updates of an earlier process.
         generation = store.generations.generation
@@ -88,6 +100,9 @@ class Optimizer:
         # The order in which the next step asks for the weights (see LayerStream.walk).
         for unit in (first, embedding, *others):
             if not unit.trained_elements or (unit is embedding and self._table is not None):
+                continue
+            if self.states.holds(unit.index):
+                self._queue_update_on_device(unit.index, hyper, lambda: True, lambda: reached)
                 continue
             work = partial(
                 update_unit,
@@ -110,17 +125,7 @@ class Optimizer:
     def begin(self, hyper: AdamWStep) -> None:
         """A step whose units come by `update_landed`."""
         self.generation += 1
-        # A flag of this step's own, because updates of the last step may still be queued. Work of one step changes it
-        # one after another.
-        dropped = False
-
-        def if_finite(update: Work, is_finite: IsFinite) -> None:
-            nonlocal dropped
-            dropped = dropped or not is_finite()
-            if not dropped:
-                update()
-
-        self._if_finite, self._hyper = if_finite, hyper
+        self._hyper = hyper
 
     def update_landed(
         self,
@@ -131,23 +136,31 @@ class Optimizer:
         reached: Callable[[], Set[str]],
     ) -> None:
         """Queue the update of one unit, or of what this rank owns of it, from a gradient that is there after `landed`,
-        and with it what `is_finite` and `reached` look at.
+        and with it what `is_finite` and `reached` look at. The gradient of a unit of `states` is theirs.
 
-        `reached` returns what it is in `submit`; it is complete for the unit when the gradient has landed.
+        `is_finite` says whether the loss and all gradients of the step down to this one are. `reached` returns what it
+        is in `submit`; it is complete for the unit when the gradient has landed.
         """
-        hyper, if_finite = self._hyper, self._if_finite
-        assert hyper is not None and if_finite is not None, "begin comes first"
+        hyper = self._hyper
+        assert hyper is not None, "begin comes first"
+        if self.states.holds(unit_index):
+            self._states_queue.wait(landed)
+            self._queue_update_on_device(unit_index, hyper, is_finite, reached)
+            return
         self.queue.wait(landed)
         if isinstance(gradient, RowGradient):
 
             def update_table(rows_U: Tensor) -> None:
-                if_finite(lambda: self._update_rows(hyper, gradient, reached(), rows_U), is_finite)
+                if is_finite():
+                    self._update_rows(hyper, gradient, reached(), rows_U)
 
             # The event comes after the units above too, whose gradients decide whether this one counts.
             self._hold(_HeldUpdate(update=update_table, generation=self.generation, ready=self.queue.record()))
             return
 
         def update() -> None:
+            if not is_finite():
+                return
             update_unit(
                 self._store,
                 unit_index,
@@ -158,7 +171,7 @@ class Optimizer:
                 part=self._owned(unit_index),
             )
 
-        self._queue_update(unit_index, partial(if_finite, update, is_finite))
+        self._queue_update(unit_index, update)
 
     def wait_for_update(self, queue: Queue, unit_index: int, rows_U: Tensor | None = None) -> None:
         """Let `queue` wait until the last step's update of a unit is done, where there is one; with `rows_U`, of these
@@ -176,8 +189,8 @@ class Optimizer:
             queue.wait(event)
 
     def num_updates(self, unit_index: int) -> int:
-        """How many updates of a unit have been queued or held back: where it has not grown, a copy of the unit is still
-        what the store holds."""
+        """How many updates of a unit in the store have been queued or held back: where it has not grown, a copy of the
+        unit is still what the store holds, or has been updated itself."""
         return self._num_updates[unit_index] + (unit_index == 0 and self._held is not None)
 
     def wait_for_ranks(self, queue: Queue, unit_index: int) -> None:
@@ -192,7 +205,17 @@ class Optimizer:
     def finish(self) -> Event:
         """An event after all that was submitted, the table's rows included."""
         self._release()
+        self.wait_for_states(self.queue)
         return self.queue.record()
+
+    def wait_for_states(self, queue: Queue) -> None:
+        """Let `queue` wait until no update that was submitted reads or writes the device's memory."""
+        queue.wait(self._states_queue.record())
+
+    def send_home(self) -> None:
+        """Block until the store has what the device has updated. Raises as `DeviceStates.send_home`."""
+        self._states_queue.record().wait()
+        self.states.send_home()
 
     def replace(self, write: Callable[[], None]) -> None:
         """Have `write` give the store other weights, which count as one update of every unit: whoever is killed
@@ -221,6 +244,21 @@ class Optimizer:
         self._updated[unit_index] = self.queue.record()
         self._num_updates[unit_index] += 1
         self._generation_of[unit_index] = number
+
+    def _queue_update_on_device(
+        self, unit_index: int, hyper: AdamWStep, is_finite: IsFinite, reached: Callable[[], Set[str]]
+    ) -> None:
+        number = self.generation
+
+        def update() -> None:
+            if is_finite():
+                self.states.update(unit_index, hyper, reached(), number)
+            else:
+                self.states.skip(unit_index, number)
+            progress.advance()
+
+        self._states_queue.submit(update, label=f"update {unit_index} on the device")
+        self._updated[unit_index] = self._states_queue.record()
 
     def _hold(self, held: _HeldUpdate) -> None:
         assert self._held is None, "a pass or `finish` comes between two steps"
@@ -256,6 +294,20 @@ class Optimizer:
         assert self._table is not None
         if self._table in reached:
             update_rows(self._store, self._table, hyper, gradient, rows_U, num_threads=self._num_threads)
+
+
+def adamw_step(recipe: Recipe, learning_rate: float, *, step: int, grad_scale: float = 1.0) -> AdamWStep:
+    """The update number `step`, counted from 1, of a job with this recipe."""
+    beta1, beta2 = recipe.betas
+    return AdamWStep(
+        step=step,
+        learning_rate=learning_rate,
+        beta1=beta1,
+        beta2=beta2,
+        eps=recipe.eps,
+        weight_decay=recipe.weight_decay,
+        grad_scale=grad_scale,
+    )
 
 
 def num_updated_in_backward(loss: float, square_sums: Tensor) -> int:

@@ -225,6 +225,11 @@ class Template:
         """The pieces of a unit that are computed with in fp32."""
         return [place.piece for place in self.places[unit_index] if isinstance(place.piece, Exact)]
 
+    def trained_exact_pieces(self, unit_index: int) -> list[Exact]:
+        """Those of them that are trained."""
+        places = [place for place in self.places[unit_index] if place.has_gradient]
+        return [place.piece for place in places if isinstance(place.piece, Exact)]
+
     def exact_elements(self, *, in_layers: bool) -> int:
         """Elements of bf16 that exact pieces take at the end of a buffer for layers, or of one for embedding and
         head."""

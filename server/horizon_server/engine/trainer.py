@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from horizon_server.engine.attention.adoption import adopt_for_hopper
 from horizon_server.engine.attention.implementation import use_deterministic_kernels
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device_states import DeviceStates
 from horizon_server.engine.forward_backward import ForwardBackward
 from horizon_server.engine.fp8 import check_supported
 from horizon_server.engine.gradient_sink import GradientSink
@@ -31,6 +32,7 @@ from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale, Part
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.optimizer import (
     Optimizer,
+    adamw_step,
     clip_coefficient,
     global_norm,
     learning_rate_at,
@@ -46,9 +48,9 @@ from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.lane_tree import dealt
+from horizon_server.planning.residency import state_units
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
-from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
@@ -89,7 +91,8 @@ class Trainer:
         use_deterministic_kernels(recipe.deterministic, computes_on)
         self.attention = adopt_for_hopper(template, recipe, execution, computes_on)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
-        device.adopt(store)
+        self._with_states = [unit.index for unit in state_units(template.layout, execution.residency)]
+        device.adopt(store, self._with_states)
         template.place_buffers(device.place)
         num_threads = execution.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
         is_table_trained = template.embeds_by_rows and template.table_place.has_gradient
@@ -97,7 +100,10 @@ class Trainer:
         self._ranks, self._is_together, self._is_released = ranks, False, False
         self._packs: bool | None = None
         self._speeds: list[list[float]] = []
-        self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks)
+        states = DeviceStates(
+            store, device, self._with_states, exact_pieces=template.trained_exact_pieces, num_threads=num_threads
+        )
+        self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks, states=states)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or recipe.max_grad_norm is None, "clipping needs the store's grad plane"
         assert not (self._updates_in_backward and ranks.by_layers), "the numbers of layers come at the end of a step"
@@ -203,7 +209,7 @@ class Trainer:
         learning_rate = learning_rate_at(self.step, self._recipe, num_steps=self._num_steps)
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
-            self._optimizer.begin(self._adamw_step(self._recipe, learning_rate, grad_scale=1.0))
+            self._optimizer.begin(adamw_step(self._recipe, learning_rate, step=self._num_updates + 1))
         parts, key = self._micro_batches(rows), StepKey(seed=self._recipe.seed, step=self.step)
         # The noise scale is that of a mean over tokens, weighted or not, which another objective's loss is not.
         is_mean = objective is None or (objective.objective.is_cross_entropy and not objective.objective.is_sum)
@@ -343,6 +349,7 @@ class Trainer:
             self._optimizer.finish().wait()
             # Only now, because after a failure the queues skip their work but let every event happen.
             self._device.raise_failure()
+            self._optimizer.send_home()
             self._ranks.meet()
 
     def state(self) -> dict[str, Any]:
@@ -380,8 +387,8 @@ class Trainer:
     def release_device(self) -> None:
         """Free this trainer's memory on the device, for other work, until its next step or evaluation takes it again.
 
-        Between steps. No result depends on it, and the last update may still be under way: it uses host memory alone,
-        which stays.
+        Between steps. No result depends on it, and the last update in host memory, which stays, may still be under way.
+        What the device has updated goes there before; then it raises as `flush`.
         """
         if self._is_released:
             return
@@ -394,6 +401,8 @@ class Trainer:
             if not self._ranks.is_alone:
                 # Other work on the device of one rank may read what others update.
                 self.flush()
+            self._optimizer.send_home()
+            self._optimizer.states.close()
             self._stream.close()
             self._sink.close_slots()
             self._forward_backward.activations.release()
@@ -408,6 +417,10 @@ class Trainer:
             # Work that is still queued would write into freed memory.
             self._device.drain()
             self._optimizer.finish().wait()
+            # After a failure, the store's generations say that these units are not up to date.
+            with suppress(Exception):
+                self._optimizer.send_home()
+            self._optimizer.states.close()
             self._stream.close()
             self._sink.close()
             self._forward_backward.activations.close()
@@ -491,7 +504,8 @@ class Trainer:
     def _take_device(self) -> None:
         """Have the memory that `release_device` has freed."""
         if self._is_released:
-            self._device.adopt(self._store)
+            self._device.adopt(self._store, self._with_states)
+            self._optimizer.states.open()
             self._stream.open()
             self._sink.open_slots()
             self._forward_backward.activations.open()
@@ -507,7 +521,7 @@ class Trainer:
             num_updated = num_updated_in_backward(loss, self._sink.square_sums[trained])
         elif math.isfinite(loss) and math.isfinite(grad_norm):
             grad_scale = clip_coefficient(grad_norm, recipe.max_grad_norm)
-            hyper = self._adamw_step(recipe, figures.learning_rate, grad_scale=grad_scale)
+            hyper = adamw_step(recipe, figures.learning_rate, step=self._num_updates + 1, grad_scale=grad_scale)
             num_updated = num_units
         if num_updated < num_units:
             skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
@@ -586,15 +600,3 @@ class Trainer:
         # The trial on the weights comes last, it costs a forward.
         is_same = [part.num_tokens for part in parts] == [row.num_tokens for row in rows]
         return rows if is_same or not self.supports_packing else parts
-
-    def _adamw_step(self, recipe: Recipe, learning_rate: float, *, grad_scale: float) -> AdamWStep:
-        beta1, beta2 = recipe.betas
-        return AdamWStep(
-            step=self._num_updates + 1,
-            learning_rate=learning_rate,
-            beta1=beta1,
-            beta2=beta2,
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
-            grad_scale=grad_scale,
-        )

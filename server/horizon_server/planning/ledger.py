@@ -27,7 +27,7 @@ from horizon_server.planning.lane_memory import (
 )
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.pages import PagesPlan
-from horizon_server.planning.residency import packed_units, product_bytes, resident_units
+from horizon_server.planning.residency import packed_units, product_bytes, resident_units, state_units
 from horizon_server.planning.working_memory import (
     TOKEN_BYTES,
     call_bytes,
@@ -206,6 +206,8 @@ def plan_memory(
         ),
     }
     device["workspace"] += routing_bytes(model, tokens_per_step)
+    for part, num_bytes in _state_bytes(layout, execution).items():
+        device[part] = device.get(part, 0) + num_bytes
     in_fp8 = recipe.matmul != "bf16"
     if in_fp8:
         device["workspace"] += _fp8_bytes(layout, model, row_tokens, recipe.matmul)
@@ -232,7 +234,7 @@ def plan_memory(
         device["workspace"] += max(layer_bytes, chunk_bytes(model, tokens_per_step, element_bytes))
         # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
-        host["staging"] += device["weights"] + device["gradients"]
+        host["staging"] += device["weights"] + device.get("moments", 0) + device["gradients"]
         host["other"] += heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes, counted=scores)
         host["other"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         if in_fp8:
@@ -319,6 +321,21 @@ def _weight_slot_elements(layout: StoreLayout, residency: Residency, pages: Page
     edges = embedding + head_elements if residency.resident_head else max(embedding, head_elements)
     edges += embedding if residency.resident_table else 0
     return NUM_SLOTS * (max(passing, default=0) + pages.page_elements) + sum(resident.values()) + edges
+
+
+def _state_bytes(layout: StoreLayout, execution: Execution) -> dict[str, int]:
+    """What device_states takes besides the weights' slots: the low half, and the high one where weights are in fp32,
+    both moments, and the gradients that are kept, or the one that is being updated from."""
+    sizes = [unit.trained_elements for unit in state_units(layout, execution.residency)]
+    if not any(sizes):
+        return {}
+    halves = PLANE_BYTES["lo"] + (0 if execution.element_bytes == _BF16 else PLANE_BYTES["hi"])
+    gradients = execution.grad_bytes * sum(sizes) if execution.grad_bytes else execution.element_bytes * max(sizes)
+    return {
+        "weights": halves * sum(sizes),
+        "moments": (PLANE_BYTES["exp_avg"] + PLANE_BYTES["exp_avg_sq"]) * sum(sizes),
+        "gradients": gradients,
+    }
 
 
 def _exact_bytes(layout: StoreLayout, model: ModelShape, residency: Residency) -> int:

@@ -1,10 +1,13 @@
 """What stays on a device that has memory to spare: weights of some layers from step to step, as they are computed with
-or as they are packed; weights of head and embedding; and products of some layers' forward.
+or as they are packed; the optimizer states of some of these; weights of head and embedding; and products of some
+layers' forward.
 
 A resident layer has a slot of its own, so its weights go up once after each update and not once for each pass. A layer
 whose packed weights stay is unpacked from there into the slot that it passes through: a quarter of the memory or less,
 and its copy takes the time of the device's memory and not that of the link. A compiled layer whose products are kept
-takes them in backward, and computes only the cheap operations between them again. None of it changes a bit.
+takes them in backward, and computes only the cheap operations between them again. A layer whose optimizer states stay
+is updated by the device: its weights do not go up, its gradient does not come down, and the host's memory has nothing
+to do with it. None of it changes a bit.
 
 Units: bytes, unless a name says elements. Torch-free.
 Source: 10Cache (arXiv 2511.14124), Deep Optimizer States (arXiv 2410.21316): spare memory of a GPU, used by plan.
@@ -15,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
@@ -33,6 +36,11 @@ SPARE_USABLE = 0.95
 """Share of the device's limit up to which something is kept: the plan may be off by some percent."""
 
 
+def _parts(least: int, most: int) -> list[int]:
+    """Equally many numbers apart, from the least to the most."""
+    return sorted({least + (most - least) * part // _TRIED_PARTS for part in range(_TRIED_PARTS + 1)})
+
+
 def resident_units(layout: StoreLayout, num_layers: int) -> list[UnitLayout]:
     """The layers whose weights stay, evenly spread: while one of them computes, the next one that does not stay is on
     its way."""
@@ -45,6 +53,13 @@ def packed_units(layout: StoreLayout, residency: Residency) -> list[UnitLayout]:
     others = [unit for unit in layout.units if unit.kind == "layer" and unit.index not in resident]
     assert residency.packed_layers <= len(others), "a resident layer needs no packed weights"
     return _spread(others, residency.packed_layers)
+
+
+def state_units(layout: StoreLayout, residency: Residency) -> list[UnitLayout]:
+    """The layers whose optimizer states stay, evenly spread over those whose weights do."""
+    resident = resident_units(layout, residency.resident_layers)
+    assert residency.state_layers <= len(resident), "the device updates the weights that it has"
+    return _spread(resident, residency.state_layers)
 
 
 def _spread(units: Sequence[UnitLayout], number: int) -> list[UnitLayout]:
@@ -128,10 +143,11 @@ def skips_projection(folder: ModelFolder) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
-    """What to keep as far as there is room: this many whole layers, the packed weights of all others, one of the
-    choices of ends, and with all memory that is left, products."""
+    """What to keep as far as there is room: this many whole layers, some of them with their states, the packed weights
+    of all others, one of the choices of ends, and with all memory that is left, products."""
 
     num_resident: int
+    num_states: int
     packs: bool
     end: Residency
     products: bool = True
@@ -145,14 +161,16 @@ def choose_residency(
     weight_bytes: Callable[[Residency], int],
     layer_product_bytes: int,
     is_packed: bool = False,
+    keeps_states: bool = False,
     ends: Sequence[Residency] = (),
 ) -> Residency:
     """What to keep in `room_bytes`, by the predicted seconds of a step. What saves too little is not kept.
 
     Products save most where compute is what takes long, weights where the link is: each share of the room is tried for
     weights, with the rest for products. Where layers are packed (`is_packed`), the same is tried with the packed
-    weights of all other layers, or of as many as there is room for; and all of that with each of `ends`.
-    `weight_bytes` is what the weights of a residency take.
+    weights of all other layers, or of as many as there is room for; and all of that with each of `ends`. Where states
+    may be kept (`keeps_states`), each of these is tried with the states of as many layers as there is room for, and
+    of shares of them. `weight_bytes` is what the weights and states of a residency take.
     """
     step_s, weight_bytes = cache(step_s), cache(weight_bytes)
 
@@ -166,10 +184,11 @@ def choose_residency(
     @cache
     def kept(wish: _Wish) -> Residency:
         resident = replace(wish.end, resident_layers=wish.num_resident)
+        with_states = replace(resident, state_layers=wish.num_states)
         num_packed = 0
         if wish.packs:
-            num_packed = most(num_layers - wish.num_resident, lambda n: replace(resident, packed_layers=n))
-        weights = replace(resident, packed_layers=num_packed)
+            num_packed = most(num_layers - wish.num_resident, lambda n: replace(with_states, packed_layers=n))
+        weights = replace(with_states, packed_layers=num_packed)
         left_bytes, num_products = room_bytes - weight_bytes(weights), 0
         if wish.products and layer_product_bytes:
             num_products = min(num_layers, left_bytes // layer_product_bytes)
@@ -177,7 +196,8 @@ def choose_residency(
             weights,
             end_bytes=weight_bytes(wish.end),
             resident_bytes=weight_bytes(resident) - weight_bytes(wish.end),
-            packed_bytes=weight_bytes(weights) - weight_bytes(resident),
+            state_bytes=weight_bytes(with_states) - weight_bytes(resident),
+            packed_bytes=weight_bytes(weights) - weight_bytes(with_states),
             product_layers=num_products,
             product_bytes=num_products * layer_product_bytes,
         )
@@ -186,17 +206,27 @@ def choose_residency(
     for end in (NOTHING_STAYS, *(end for end in ends if weight_bytes(end) <= room_bytes)):
         for packs in (False, True)[: 1 + is_packed]:
 
-            def whole(number: int, end: Residency = end, packs: bool = packs) -> Residency:
-                return replace(end, resident_layers=number, packed_layers=(num_layers - number) * packs)
+            def whole(number: int, states: int = 0, end: Residency = end, packs: bool = packs) -> Residency:
+                """The layers with states are among those that are whole."""
+                number = max(number, states)
+                packed = (num_layers - number) * packs
+                return replace(end, resident_layers=number, state_layers=states, packed_layers=packed)
 
-            fill = most(num_layers, whole)
-            numbers = sorted({fill * part // _TRIED_PARTS for part in range(_TRIED_PARTS + 1)})
-            wishes += [_Wish(num_resident=number, packs=packs, end=end) for number in numbers]
+            most_states = most(num_layers, lambda number: whole(number, number)) if keeps_states else 0
+            for states in _parts(0, most_states):
+                fill = max(states, most(num_layers, partial(whole, states=states)))
+                wishes += [
+                    _Wish(num_resident=number, num_states=states, packs=packs, end=end)
+                    for number in _parts(states, fill)
+                ]
     best = min(wishes, key=lambda wish: step_s(kept(wish)))
     enough_s = step_s(kept(best)) * (1 + _LEAST_SAVED_SHARE)
     changes: list[dict[str, Any]] = [
-        # First what takes most: packed weights that save as much take a quarter of the memory.
-        {"num_resident": 0, "packs": is_packed},
+        # First what takes most, and has to go home before a checkpoint.
+        {"num_states": 0},
+        # Packed weights that save as much take a quarter of the memory.
+        {"num_resident": best.num_states, "packs": is_packed},
+        {"num_resident": 0, "num_states": 0, "packs": is_packed},
         {"end": NOTHING_STAYS},
         {"products": False},
         {"packs": False},

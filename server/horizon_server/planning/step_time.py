@@ -284,12 +284,18 @@ def _between_devices(work: StepWork, rates: DeviceRates) -> tuple[float, float]:
 
 
 def _updates(work: StepWork, rates: DeviceRates) -> tuple[tuple[int, float], ...]:
-    """Unit and seconds of each update, in the optimizer's order; what remains of the embedding comes last."""
+    """Unit and seconds of each update on the host, in the optimizer's order; what remains of the embedding comes
+    last."""
     units = (*work.layers, work.head_traffic)
     rest_s = work.embedding.last_update_bytes / rates.adamw_bytes_per_s
     return (
         (0, work.embedding.first_update_bytes / rates.adamw_bytes_per_s),
-        *((index, unit.update_bytes / rates.adamw_bytes_per_s) for index, unit in enumerate(units, 1)),
+        # A unit that is frozen, or that the device updates, waits for no update before it.
+        *(
+            (index, unit.update_bytes / rates.adamw_bytes_per_s)
+            for index, unit in enumerate(units, 1)
+            if unit.update_bytes
+        ),
         *([(0, rest_s)] if rest_s else []),
     )
 

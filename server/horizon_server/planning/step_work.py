@@ -18,7 +18,7 @@ from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.pages import PagesPlan
-from horizon_server.planning.residency import packed_units, resident_units, skips_projection
+from horizon_server.planning.residency import packed_units, resident_units, skips_projection, state_units
 from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import DeviceKind, Execution
@@ -125,7 +125,9 @@ class UnitTraffic:
     """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes`
     is the device memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves
     through host memory. What is trained of a `resident` unit goes up once a step. `unpack_bytes` is the device memory
-    that is read and written while its packed weights become those that are computed with, whenever it goes up."""
+    that is read and written while its packed weights become those that are computed with, whenever it goes up. A unit
+    whose optimizer states are on the device neither moves nor takes an update of the host's: its `clear_bytes` have
+    what the device's own update reads and writes."""
 
     upload_bytes: float
     download_bytes: float
@@ -474,6 +476,9 @@ class _Counter:
         layout, residency = self.folder.layout, self.execution.residency
         resident = {unit.index for unit in resident_units(layout, residency.resident_layers)}
         packed = {unit.index for unit in packed_units(layout, residency)}
+        # The host's memory is its device's.
+        on_device = set() if self._on_host else {unit.index for unit in state_units(layout, residency)}
+        device_update_bytes = adamw_bytes_per_parameter(self.grad_bytes)
         offload = (
             sum(self.lengths) * self.folder.shape.hidden_size * self.element
             if self.execution.activation_placement == "host"
@@ -481,13 +486,18 @@ class _Counter:
         )
         return tuple(
             UnitTraffic(
-                upload_bytes=unit.trained_elements * self.element * self._upload_share
+                upload_bytes=0
+                if unit.index in on_device
+                else unit.trained_elements * self.element * self._upload_share
                 if unit.index in resident
                 else unit.unpacked_elements * self.element * self._upload_share
                 + (0 if unit.index in packed else unit.packed_bytes),
-                download_bytes=unit.trained_elements * self.grad_bytes * self._download_share,
-                clear_bytes=unit.trained_elements * self.clear_bytes(divided=True),
-                update_bytes=unit.trained_elements * self.update_bytes,
+                download_bytes=0
+                if unit.index in on_device
+                else unit.trained_elements * self.grad_bytes * self._download_share,
+                clear_bytes=unit.trained_elements
+                * (self.clear_bytes(divided=True) + (device_update_bytes if unit.index in on_device else 0)),
+                update_bytes=0 if unit.index in on_device else unit.trained_elements * self.update_bytes,
                 # The last layer's input is still on the device when backward begins.
                 offload_bytes=offload if unit is not units[-1] else 0,
                 unpack_bytes=0 if unit.index in resident else self._unpack_bytes(unit),

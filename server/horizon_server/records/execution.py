@@ -32,7 +32,8 @@ NUM_SLOTS = 2
 class Residency:
     """What stays on a device that has memory to spare, and what that buys.
 
-    The weights of `resident_layers` stay from step to step. Of `packed_layers` others, the frozen weights stay as they
+    The weights of `resident_layers` stay from step to step. The optimizer states of `state_layers` of these stay too,
+    and their gradients, and the device updates them. Of `packed_layers` others, the frozen weights stay as they
     are packed, and are unpacked for each visit. With `resident_head` the weights of the head stay, a tied table among
     them; with `resident_table` the embedding's frozen table, whose rows are then gathered on the device. The last
     `product_layers` keep the products of their forward for their backward, up to `product_bytes`. `saved_share` is the
@@ -41,6 +42,8 @@ class Residency:
 
     resident_layers: int = 0
     resident_bytes: int = 0
+    state_layers: int = 0
+    state_bytes: int = 0
     packed_layers: int = 0
     packed_bytes: int = 0
     resident_head: bool = False
@@ -58,6 +61,7 @@ class Residency:
             f"{what} of {num_layers} layer{'' if num_layers == 1 else 's'} ({size_text(num_bytes)})"
             for what, num_layers, num_bytes in (
                 ("weights", self.resident_layers, self.resident_bytes),
+                ("optimizer states", self.state_layers, self.state_bytes),
                 ("packed weights", self.packed_layers, self.packed_bytes),
                 ("activations", self.product_layers, self.product_bytes),
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,12 @@ import torch
 
 from horizon_server.store import native, reference
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import TensorLayout
+from horizon_server.store.layout import TensorLayout, UnitLayout
 from horizon_server.store.native import Scalars, Segment
+from horizon_server.store.triton_kernels import runs_triton
+
+STATE_PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
+"""What an update changes, in the order of the kernel's arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,21 @@ class RowGradient:
     values_RD: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnitStates:
+    """What AdamW changes of a unit, or of a part of it, wherever it is. Shapes: [elements] each, contiguous."""
+
+    hi: torch.Tensor
+    lo: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order of the kernel's arguments."""
+        return (self.hi, self.lo, self.exp_avg, self.exp_avg_sq)
+
+
 def update_unit(
     store: HostStore,
     unit_index: int,
@@ -81,22 +100,42 @@ def update_unit(
     """
     unit = store.layout.units[unit_index]
     part = slice(0, unit.trained_elements) if part is None else part
-    num_elements = part.stop - part.start
     grads = store.unit(unit_index, "grad")[part] if grad is None else grad
-    assert grads.shape == (num_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
+    states = UnitStates(**{plane: store.unit(unit_index, plane)[part] for plane in STATE_PLANES})
+    update_states(unit, states, grads, hyper, num_threads=num_threads, only=only, part=part)
+
+
+def update_states(
+    unit: UnitLayout,
+    states: UnitStates,
+    grads: torch.Tensor,
+    hyper: AdamWStep,
+    *,
+    num_threads: int,
+    only: Set[str] | None = None,
+    part: slice | None = None,
+) -> None:
+    """As `update_unit`, on states and gradients that are given, all in one memory: this process's or a GPU's.
+
+    CUDA: launches on the current stream, and reads nothing back.
+    """
+    part = slice(0, unit.trained_elements) if part is None else part
+    assert grads.shape == (part.stop - part.start,) and grads.is_contiguous()
     assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
     found = []
     for tensor in unit.tensors:
         begin, end = max(tensor.offset, part.start), min(tensor.offset + tensor.num_elements, part.stop)
         if tensor.trained and begin < end and (only is None or tensor.name in only):
             found.append(Segment(begin - part.start, end - begin, _decay_factor(tensor, hyper), tensor.lr_scale))
-    segments = (Segment * len(found))(*found)
-    scalars = _scalars(hyper)
-    views = [store.unit(unit_index, plane)[part] for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
-    if (kernel := native.library()) is None:
-        _update_by_reference(views, grads, segments, scalars)
+    segments, scalars = (Segment * len(found))(*found), _scalars(hyper)
+    if runs_triton(grads.device):
+        _update_on_gpu(states, grads, found, scalars)
         return
-    pointers = [view.data_ptr() for view in (*views, grads)]
+    assert grads.device.type == "cpu", "a GPU's memory is updated by Triton's kernel"
+    if (kernel := native.library()) is None:
+        _update_by_reference(list(states.tensors), grads, segments, scalars)
+        return
+    pointers = [view.data_ptr() for view in (*states.tensors, grads)]
     kernel.hz_adamw(*pointers, grads.dtype == torch.bfloat16, segments, len(segments), scalars, num_threads)
 
 
@@ -119,7 +158,7 @@ def update_rows(
     # The kernel reads and writes by these numbers: indexing checks them, and makes a contiguous copy.
     sources_U, rows_U = source_of[rows_U], torch.arange(num_rows)[rows_U]
     decay_factor, scalars = _decay_factor(place, hyper), _scalars(hyper)
-    views = [store.tensor(name, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
+    views = [store.tensor(name, plane) for plane in STATE_PLANES]
     if (kernel := native.library()) is None:
         _update_rows_by_reference(views, values, rows_U, sources_U, decay_factor, place.lr_scale, scalars)
         return
@@ -207,6 +246,49 @@ def _scalars(hyper: AdamWStep) -> Scalars:
         scaled_eps=factor * hyper.eps,
         scaled_step_size=factor * hyper.learning_rate / (1 - hyper.beta1**hyper.step),
     )
+
+
+def _update_on_gpu(states: UnitStates, grads: torch.Tensor, segments: list[Segment], scalars: Scalars) -> None:
+    # Only where it is used: a machine without a GPU may have no Triton.
+    from horizon_server.store.adamw_triton import adamw
+
+    are_bf16 = grads.dtype == torch.bfloat16
+    numbers = {name: getattr(scalars, name) for name, *_ in Scalars._fields_ if name != "scaled_step_size"}
+    grads = grads.view(torch.int16) if are_bf16 else grads
+    for segment in _joined(segments):
+        stretch = slice(segment.offset, segment.offset + segment.num_elements)
+        hi, lo, exp_avg, exp_avg_sq = (tensor[stretch] for tensor in states.tensors)
+        adamw(
+            hi.view(torch.int16),
+            lo,
+            exp_avg,
+            exp_avg_sq,
+            grads[stretch],
+            grads_are_bf16=are_bf16,
+            # Rounded to fp32, as the kernel for CPUs multiplies them.
+            step_size=float(np.float32(scalars.scaled_step_size) * np.float32(segment.step_scale)),
+            decay_factor=segment.decay_factor,
+            **numbers,
+        )
+
+
+def _joined(segments: Sequence[Segment]) -> list[Segment]:
+    """The same stretches, with those in one that follow each other and are updated alike: a launch for each of many
+    experts would take longer than their update."""
+    joined: list[Segment] = []
+    for segment in segments:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.offset + last.num_elements == segment.offset
+            and (last.decay_factor, last.step_scale) == (segment.decay_factor, segment.step_scale)
+        ):
+            joined[-1] = Segment(
+                last.offset, last.num_elements + segment.num_elements, last.decay_factor, last.step_scale
+            )
+        else:
+            joined.append(segment)
+    return joined
 
 
 def _update_by_reference(

@@ -139,7 +139,7 @@ class Generations:
         if not self.is_valid:
             return "nothing was kept there"
         if (generation := self.generation) is None:
-            return "the worker was killed in the middle of an update of the weights"
+            return "the worker was killed in the middle of an update of the weights, or while its device had newer ones"
         newest = self._words[1]
         for slot in (newest, 1 - newest):
             word, start = self._slot(slot), slot * _slot_bytes(self._num_units)

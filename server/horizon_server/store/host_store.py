@@ -265,8 +265,7 @@ class HostStore:
             whole = torch.zeros(len(hi), dtype=torch.int16)
             whole[: len(lo)] = lo
             lo = whole
-        bits: torch.Tensor = (read(hi).view(torch.int16).int() << 16) + read(lo).int()
-        return bits.contiguous().view(torch.float32)
+        return join_halves(read(hi), read(lo))
 
     def exact_rows(self, name: str, rows_R: torch.Tensor) -> torch.Tensor:
         """The exact fp32 master of some rows of a 2-D parameter. Shapes: [R, width]."""
@@ -324,6 +323,13 @@ def check_planes(layout: StoreLayout, fds: Mapping[str, int], grad_dtype: torch.
                 f"memory was planned for {actual_bytes} bytes of {name}, but the model takes {size_bytes}: "
                 "its folder has changed since; submit the job again"
             )
+
+
+def join_halves(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+    """The exact fp32 values of a small tensor's halves, contiguous, wherever they are. CUDA: launches on the current
+    stream."""
+    bits: torch.Tensor = (hi.view(torch.int16).int() << 16) + lo.int()
+    return bits.contiguous().view(torch.float32)
 
 
 def merge_master(hi: torch.Tensor, lo: torch.Tensor, out: torch.Tensor, *, num_threads: int = 1) -> None:

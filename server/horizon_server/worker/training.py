@@ -22,6 +22,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.events import AttemptReady, Message, StepDone
 from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.planning.residency import state_units
 from horizon_server.records.job import StopRequest
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
@@ -235,7 +236,7 @@ class Training:
         request, store, device = self._request, self._store, self._device
         # All that takes long comes before the first turn: the model is loaded, its layers are compiled in a process of
         # their own, and what the device copies from is registered with it.
-        device.adopt(store)
+        device.adopt(store, [unit.index for unit in state_units(store.layout, self._execution.residency)])
         device.release_memory()
         self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
         self._data_identity = self._data.identity(self._plan, self._set_up.template.packing_limit)

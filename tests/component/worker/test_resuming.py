@@ -95,7 +95,11 @@ def test_a_job_that_continues_with_other_spare_memory_has_the_same_bits(tmp_path
     train(tmp_path)
     weights = tmp_path / "checkpoints/step-00000002/model.safetensors"
     straight = weights.read_bytes()
-    for kept in (Residency(resident_layers=1, product_layers=2, product_bytes=1 << 20), Residency(resident_layers=2)):
+    for kept in (
+        Residency(resident_layers=1, product_layers=2, product_bytes=1 << 20),
+        Residency(resident_layers=2),
+        Residency(resident_layers=2, state_layers=1),
+    ):
         train(tmp_path, resume=True, kept=kept)
         assert weights.read_bytes() == straight
 

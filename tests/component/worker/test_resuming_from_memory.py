@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.support.orders import CANCEL, STOP
+from tests.support.orders import CANCEL, MOVE, STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, result, spec_of, worker_request
 
 from horizon_server.children.entry import Line
@@ -18,6 +18,7 @@ from horizon_server.codec import from_plain
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone, TurnWanted
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.records.execution import Residency
 from horizon_server.store.generations import PLANE, Generations
 from horizon_server.worker.ending import Outcome
 from horizon_server.worker.training import Training
@@ -69,6 +70,25 @@ def test_it_continues_after_the_last_step_and_ends_with_the_same_bits(inputs: In
     assert [done.step for done in daemon.said(StepDone)] == [3, 4, 5, 6]
     assert "continues after step 3, with the weights that are in memory" in [m.text for m in daemon.said(Message)]
     assert_same(result(whole, 6), result(killed, 6))
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_states_on_a_device_are_at_home_when_a_worker_has_ended_in_order(
+    inputs: Inputs, max_grad_norm: float | None
+) -> None:
+    spec = spec_of(6, checkpoint={"every_steps": 0}, train={"max_grad_norm": max_grad_norm})
+    whole, moved = inputs("whole"), inputs("moved")
+    with worker_request(whole, spec) as request:
+        live(request, Daemon(always))
+    daemons = [
+        Daemon(lambda line: MOVE if isinstance(line, StepDone) and line.step == 3 else always(line)),
+        Daemon(always),
+    ]
+    with worker_request(moved, spec, kept=Residency(resident_layers=2, state_layers=2)) as request:
+        assert live(request, daemons[0]).outcome == "moved"
+        live({**request, "resume_from_memory": True}, daemons[1])
+    assert [ready.step for ready in daemons[1].said(AttemptReady)] == [3]
+    assert_same(result(whole, 6), result(moved, 6))
 
 
 def test_a_step_that_was_reported_is_not_reported_again(inputs: Inputs) -> None:

@@ -155,7 +155,7 @@ def test_the_sizes_of_a_gpu_are_those_of_the_forecast() -> None:
     points = SIZES["cuda"].points
     assert {point.tokens for point in points if point.rows == "equal" and point.clip} == set(TOKENS)
     assert SIZES["cuda"].table_tokens == TOKENS
-    assert {point.engine for point in points} == {"job", "eager", "row by row", "products", "fp8", "resident"}
+    assert {point.engine for point in points} == {"job", "eager", "row by row", "products", "states", "fp8", "resident"}
     assert {point.rows for point in points} == {"equal", "short", "varied", "packed"}
     assert any(not point.clip for point in points)
 
@@ -180,7 +180,7 @@ REVIEWED = {
     "a job + attention for Hopper": (215, 431, 477, 484, 488),
     "+ products kept by compiled layers": (233, 476, 500, 492, 488),
     "+ embedding table resident": (233, 477, 509, 496, 490),
-    "optimizer states of 17 of 28 layers resident instead": (334,),
+    "the same + attention for Hopper": (334,),
     "train.matmul: fp8, eager layers": (194, 354, 364, 368, 370),
     "fp8 in compiled layers, weight gradients in bf16": (228, 486, 596, 606, 612),
     "the same, weight gradients too, products kept, table resident": (249, 563, 677, 676, 669),

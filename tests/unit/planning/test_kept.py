@@ -29,6 +29,7 @@ from horizon_server.planning.residency import (
     possible_ends,
     product_bytes,
     resident_units,
+    state_units,
 )
 from horizon_server.planning.step_time import Seconds, predict_step
 from horizon_server.planning.step_work import StepWork
@@ -265,7 +266,13 @@ def test_more_that_stays_never_makes_a_step_longer(folder: ModelFolder, grad_byt
 
 
 def planned(
-    path: Path, rates: DeviceRates | None, *, device: str = "cuda", memory: int = 80 * GIB, **train: Any
+    path: Path,
+    rates: DeviceRates | None,
+    *,
+    device: str = "cuda",
+    memory: int = 80 * GIB,
+    of_session: bool = False,
+    **train: Any,
 ) -> Plan:
     planner = Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
@@ -281,6 +288,9 @@ def planned(
         "device": device,
         "train": {"max_steps": 1, "tokens_per_step": 4096, "sequence_length": 64, **train},
     }
+    if of_session:
+        spec = {name: spec[name] for name in ("name", "model", "device")}
+        spec |= {"method": "session", "train": {"tokens_per_step": 4096, "sequence_length": 64, **train}}
     return planner.plan_to_start(parse_job_spec(spec), path)
 
 
@@ -288,17 +298,62 @@ SLOW_LINK = dataclasses.replace(RATES, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e9,
 
 
 def test_a_slow_link_is_spared_by_weights_that_stay(path: Path) -> None:
-    plan = planned(path, SLOW_LINK)
+    # The gradients of a session's calls add up in host memory, so that no layer's states may stay.
+    plan = planned(path, SLOW_LINK, of_session=True)
     kept = plan.execution.residency
     assert plan.kept == kept
     # With every other layer on the device, backward is no longer bound by the link.
     assert (kept.resident_layers, kept.product_layers) == (4, 0)
-    without = planned(path, None)
+    without = planned(path, None, of_session=True)
     assert plan.device_bytes["weights"] - without.device_bytes["weights"] == kept.resident_bytes > 0
     assert plan.host_bytes == without.host_bytes
     assert plan.fits
     assert 0.1 < kept.saved_share < 0.3
     assert "weights of 4 layers" in kept.text and "of a step" in kept.text
+
+
+def test_states_stay_with_the_weights_where_host_memory_or_the_link_is_what_takes_long(path: Path) -> None:
+    plan, without = planned(path, SLOW_LINK), planned(path, None)
+    kept = plan.execution.residency
+    assert (kept.resident_layers, kept.state_layers) == (LAYERS, LAYERS)
+    assert plan.device_total_bytes - without.device_total_bytes == kept.resident_bytes + kept.state_bytes
+    elements = sum(unit.trained_elements for unit in open_model_folder(path).layout.units if unit.kind == "layer")
+    # The low half, both moments, and a gradient in bf16.
+    assert kept.state_bytes == (2 + 8 + 2) * elements
+    assert plan.host_bytes == without.host_bytes and plan.fits
+    assert "optimizer states of 8 layers" in kept.text and kept.saved_share > 0.5
+
+
+def test_without_clipping_one_gradient_is_on_the_device_for_all(path: Path) -> None:
+    kept = planned(path, SLOW_LINK, max_grad_norm=None).execution.residency
+    elements = [unit.trained_elements for unit in open_model_folder(path).layout.units if unit.kind == "layer"]
+    assert kept.state_layers == LAYERS and kept.state_bytes == (2 + 8) * sum(elements) + 2 * max(elements)
+
+
+def test_states_take_the_room_that_there_is_and_go_where_they_save_nothing(path: Path) -> None:
+    without = planned(path, None)
+    usable = int((without.device_total_bytes + 200_000) / 0.95)
+    tight = planned(path, SLOW_LINK, memory=int((usable + GIB) / 0.96))
+    assert 0 < tight.execution.residency.state_layers < tight.execution.residency.resident_layers <= LAYERS
+    assert tight.device_total_bytes <= 0.95 * tight.device_limit_bytes
+    fast = dataclasses.replace(
+        RATES, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12, gather_bytes_per_s=1e12, adamw_bytes_per_s=1e12
+    )
+    assert planned(path, fast, compile="off").execution.residency.state_layers == 0
+
+
+def test_a_layer_with_its_states_moves_nothing_and_is_updated_at_the_devices_speed(folder: ModelFolder) -> None:
+    plain, kept = (work_of(folder, Residency(resident_layers=2, state_layers=n)) for n in (0, 1))
+    stay = {unit.index for unit in state_units(folder.layout, Residency(resident_layers=2, state_layers=1))}
+    assert stay < {unit.index for unit in resident_units(folder.layout, 2)}
+    for unit, before, after in zip(folder.layout.units[1:-1], plain.layers, kept.layers, strict=True):
+        if unit.index in stay:
+            assert (after.upload_bytes, after.download_bytes, after.update_bytes) == (0, 0, 0)
+            assert after.clear_bytes - before.clear_bytes == 26 * unit.trained_elements
+        else:
+            assert after == before
+    updated = [unit for unit, _ in Seconds.of(kept, RATES).updates]
+    assert len(stay) == 1 and not stay & set(updated)
 
 
 def test_a_packed_base_stays_packed_where_it_fits_and_the_link_is_slow(path: Path) -> None:
@@ -307,8 +362,8 @@ def test_a_packed_base_stays_packed_where_it_fits_and_the_link_is_slow(path: Pat
     plan, without = planned(path, slow, **train), planned(path, None, **train)
     kept = plan.execution.residency
     assert kept.packed_layers + kept.resident_layers == LAYERS and kept.resident_head and kept.resident_table
-    num_bytes = kept.resident_bytes + kept.packed_bytes + kept.end_bytes
-    assert plan.device_bytes["weights"] - without.device_bytes["weights"] == num_bytes > 0
+    num_bytes = kept.resident_bytes + kept.state_bytes + kept.packed_bytes + kept.end_bytes
+    assert plan.device_total_bytes - without.device_total_bytes == num_bytes > 0
     assert plan.fits and plan.kept == kept and kept.saved_share > 0.3
     assert "weights of head and embedding (" in kept.text
     needed = int((without.device_total_bytes + kept.end_bytes + 20_000) / 0.95) + 60_000
@@ -316,7 +371,7 @@ def test_a_packed_base_stays_packed_where_it_fits_and_the_link_is_slow(path: Pat
     assert f"packed weights of {tight.packed_layers} layers (" in tight.text and tight.packed_layers > 4
 
 
-def test_ends_stay_on_one_device_alone(path: Path) -> None:
+def test_ends_and_states_stay_on_one_device_alone(path: Path) -> None:
     train = {"trainable": "lora", "lora": {"rank": 2}, "parallel": "rows"}
     planner = Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
@@ -328,7 +383,7 @@ def test_ends_stay_on_one_device_alone(path: Path) -> None:
     spec = {"name": "j", "model": "m", "dataset": "d", "device": "cuda", "gpus": 2}
     spec["train"] = {"max_steps": 1, "tokens_per_step": 4096, "sequence_length": 64, **train}
     kept = planner.plan_to_start(parse_job_spec(spec), path).execution.residency
-    assert kept.resident_layers and not kept.resident_head and not kept.resident_table
+    assert kept.resident_layers and not kept.resident_head and not kept.resident_table and not kept.state_layers
 
 
 def test_compiled_layers_keep_products_where_compute_is_what_takes_long(path: Path) -> None:

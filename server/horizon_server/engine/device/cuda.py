@@ -11,7 +11,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from mmap import mmap
@@ -23,12 +23,13 @@ from torch import Tensor
 from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, memory_refusals
 from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
 from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffers, PinnedRanges, StagingRing
-from horizon_server.engine.device.protocol import Component, HostComponent, Queue
+from horizon_server.engine.device.protocol import Component, HostComponent, Queue, Work
 from horizon_server.engine.device.queued_device import QueuedDevice, Switches
 from horizon_server.engine.square_sums import square_blocks
 from horizon_server.figures import DeviceFigures
 from horizon_server.planning.ledger import CAST_ELEMENTS
 from horizon_server.records.execution import DeviceKind
+from horizon_server.store.adamw import STATE_PLANES
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
@@ -67,7 +68,7 @@ class CudaDevice(QueuedDevice):
             **switches,
         )
         self._pinned = PinnedRanges(self._runtime)
-        computes = self._runtime.new_stream()
+        computes, self._own_stream = self._runtime.new_stream(), self._runtime.new_stream()
         self._clock = StreamClock(self._runtime, computes)
         self.h2d, self.compute, self.d2h = (
             self._new_queue("h2d"),
@@ -105,7 +106,7 @@ class CudaDevice(QueuedDevice):
     def refusals(self) -> list[str]:
         return list(self._pinned.refusals)
 
-    def adopt(self, store: HostStore) -> None:
+    def adopt(self, store: HostStore, states: Collection[int] = ()) -> None:
         """The planes that cross the link are registered with the driver, unit by unit."""
         units = store.layout.units
         most_packed = max(unit.packed_bytes for unit in units)
@@ -118,6 +119,10 @@ class CudaDevice(QueuedDevice):
                 for part in store.held(plane):
                     inside = {cut - part.start for cut in cuts if part.start < cut < part.stop}
                     self._pinned.add(memory[part], cuts=sorted({0, *inside, part.stop - part.start}))
+        for index in states:
+            for plane in STATE_PLANES[1:]:
+                home = store.unit(index, plane)[: units[index].trained_elements]
+                self._pinned.add(home, cuts=[0, len(home)])
         # Gradients are rounded to bf16 in parts: a buffer for the whole would take half a slot more.
         wanted = min(CAST_ELEMENTS, max(unit.trained_elements for unit in units))
         if self._cast is None or self._cast.numel() < wanted:
@@ -232,8 +237,8 @@ class CudaDevice(QueuedDevice):
 
         self.h2d.submit(work, num_bytes=rows_R.nbytes, label="rows on the device")
 
-    def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
-        self._upload(source, out, label="layer input", queue=queue)
+    def upload(self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None) -> None:
+        self._upload(source, out, label=label, queue=queue)
 
     def download(
         self, source: Tensor, target: Tensor, *, label: str = "layer input", queue: Queue | None = None
@@ -253,14 +258,31 @@ class CudaDevice(QueuedDevice):
         """CUDA: the sum is taken on d2h, in fp32 over rows, or blocks of the size that units are padded to, and in
         float64 over those. A square beyond fp32 (an element of 1.8e19) counts as not finite.
         """
-        blocks = gradient if gradient.dim() > 1 else gradient.view(-1, UNIT_ALIGN_ELEMENTS)
 
         def work() -> None:
             # Of the fp32 values, before they are rounded: the norm is the same whatever the store keeps.
-            _copy(_square_sum(blocks), square_sum)
+            _copy(_square_sum(gradient), square_sum)
             self._send_to_host(gradient.view(-1), target, self.d2h)
 
         self.d2h.submit(work, num_bytes=target.nbytes, label=label)
+
+    def keep_gradient(self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = "") -> None:
+        """CUDA: as `download_unit`."""
+
+        def work() -> None:
+            if square_sum is not None:
+                _copy(_square_sum(gradient), square_sum)
+            _copy(gradient.view(-1), target)
+
+        self.d2h.submit(work, label=label)
+
+    def run(self, work: Work) -> None:
+        """CUDA: waits for its own stream; what else uses the memory has happened before, or waits for the caller."""
+        end = self._runtime.new_mark()
+        with self._runtime.using(self._own_stream):
+            work()
+            end.record(self._own_stream)
+        end.synchronize()
 
     def take_use(self) -> DeviceFigures:
         """CUDA: waits for what the queues were given; between steps they are idle."""
@@ -333,6 +355,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _square_sum(blocks: Tensor) -> Tensor:
+def _square_sum(gradient: Tensor) -> Tensor:
+    blocks = gradient if gradient.dim() > 1 else gradient.view(-1, UNIT_ALIGN_ELEMENTS)
     norms: Tensor = torch.linalg.vector_norm(blocks, dim=1)
     return norms.double().square_().sum()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Unpack
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.device.memory import Arena, HostBuffers
-from horizon_server.engine.device.protocol import Queue
+from horizon_server.engine.device.protocol import Queue, Work
 from horizon_server.engine.device.queued_device import HostQueue, QueuedDevice, Switches
 from horizon_server.engine.device.timeline import HOPS
 from horizon_server.records.execution import DeviceKind
@@ -69,7 +69,7 @@ class HostDevice(QueuedDevice):
     def generator(self) -> torch.Generator:
         return torch.default_generator
 
-    def adopt(self, store: HostStore) -> None:
+    def adopt(self, store: HostStore, states: Collection[int] = ()) -> None:
         """Nothing to prepare: it copies from any memory."""
 
     @contextmanager
@@ -181,8 +181,8 @@ class HostDevice(QueuedDevice):
     def gather_rows(self, table_VD: Tensor, rows_R: Tensor, out_RD: Tensor) -> None:
         self.h2d.submit(partial(torch.index_select, table_VD, 0, rows_R, out=out_RD), label="rows on the device")
 
-    def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
-        self._copy(queue or self.h2d, source, out)
+    def upload(self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None) -> None:
+        self._copy(queue or self.h2d, source, out, label=label)
 
     def download(
         self, source: Tensor, target: Tensor, *, label: str = "layer input", queue: Queue | None = None
@@ -203,6 +203,17 @@ class HostDevice(QueuedDevice):
             square_sum.fill_(sum_squares(gradient.view(-1)).value)
 
         self.d2h.submit(copy, num_bytes=target.nbytes, label=label)
+
+    def keep_gradient(self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = "") -> None:
+        def keep() -> None:
+            target.copy_(gradient.view(-1))
+            if square_sum is not None:
+                square_sum.fill_(sum_squares(gradient.view(-1)).value)
+
+        self.d2h.submit(keep, label=label)
+
+    def run(self, work: Work) -> None:
+        work()
 
     def _copy(self, queue: Queue, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
         def copy() -> None:

@@ -8,7 +8,7 @@ Units: bytes are what crosses the link, seconds come from the queues themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from mmap import mmap
 from typing import Literal, Protocol
@@ -21,7 +21,7 @@ from horizon_server.records.execution import DeviceKind
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.pages import Span
 
-Component = Literal["weights", "gradients", "activations", "workspace"]
+Component = Literal["weights", "moments", "gradients", "activations", "workspace"]
 HostComponent = Literal["activations", "staging"]
 Work = Callable[[], object]
 """Its result is dropped, so that a tensor's own method can be work."""
@@ -130,8 +130,9 @@ class Device(Protocol):
     def free_host(self, tensor: Tensor) -> None:
         """Free what `allocate_host` or `share_host` returned."""
 
-    def adopt(self, store: HostStore) -> None:
-        """Prepare for copies from and to the planes of a store; undone by `close`. May be called again."""
+    def adopt(self, store: HostStore, states: Collection[int] = ()) -> None:
+        """Prepare for copies from and to the planes of a store, and all planes of the units whose optimizer `states`
+        are on the device; undone by `close`. May be called again."""
 
     def release_memory(self) -> None:
         """Free what the device itself holds in its memory, what its allocator keeps included, until `adopt` is called
@@ -179,8 +180,8 @@ class Device(Protocol):
     def gather_rows(self, table_VD: Tensor, rows_R: Tensor, out_RD: Tensor) -> None:
         """Append the gathering of some rows of a table that is on the device to h2d; `rows_R` are on the host."""
 
-    def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
-        """Append the copy of host memory, from `allocate_host`, to h2d, or to a queue for hops."""
+    def upload(self, source: Tensor, out: Tensor, *, label: str = "layer input", queue: Queue | None = None) -> None:
+        """Append the copy of host memory, from `allocate_host` or the store, to h2d, or to a queue for hops."""
 
     def download(
         self, source: Tensor, target: Tensor, *, label: str = "layer input", queue: Queue | None = None
@@ -205,6 +206,13 @@ class Device(Protocol):
         The sum is in float64, in a fixed order, of the fp32 values before they are rounded to the target's dtype; it is
         not finite when an element is not.
         """
+
+    def keep_gradient(self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = "") -> None:
+        """As `download_unit`, to a `target` on the device: nothing crosses the link but the sum, where it is wanted."""
+
+    def run(self, work: Work) -> None:
+        """Do work on the device's memory besides its queues, and block until it is done. Thread: of a `host_queue`.
+        CUDA: on a stream of its own."""
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:
         """Append the poisoning of memory that is about to be reused, where that debug switch is on."""

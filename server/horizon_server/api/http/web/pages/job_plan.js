@@ -93,6 +93,10 @@ export function PlanFacts({ plan }) {
       ${kept?.resident_layers ? html`
         <${Fact} label="Layers that stay on the device">${kept.resident_layers}<//>
       ` : null}
+      ${kept?.state_layers ? html`
+        <${Fact} label="Layers that the device updates">
+          ${kept.state_layers} <small>${bytes(kept.state_bytes)}</small>
+        <//>` : null}
       ${kept?.packed_layers ? html`
         <${Fact} label="Layers that stay there packed">
           ${kept.packed_layers} <small>${bytes(kept.packed_bytes)}</small>
