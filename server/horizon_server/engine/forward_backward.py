@@ -2,7 +2,8 @@
 
 Forward keeps each layer's input and no graph; the head (`head_pass`) turns chunks of tokens into loss and gradient;
 backward recomputes one layer at a time with local autograd. Weights cross the link twice a step and gradients once, for
-any number of micro-batches.
+any number of micro-batches. A micro-batch longer than `chunk_tokens` is computed in chunks: up in forward, down in
+backward, with the keys and values of the whole row.
 
 Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of the step, D = hidden size, R =
 embedding rows in use, L = layers.
@@ -12,13 +13,15 @@ Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import EMBEDDING, Activations, OffloadedActivations, Purpose
+from horizon_server.engine.chunked_keys import ChunkedKeys
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.fp8 import Fp8Visit
@@ -27,6 +30,7 @@ from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.lane_sums import RowExchange
 from horizon_server.engine.lanes import StepRows
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
+from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
@@ -36,6 +40,7 @@ from horizon_server.engine.shared_activations import SharedActivations
 from horizon_server.engine.step_pass import Chunk, PassTokens, StepKey, StepPass, charged, in_lane
 from horizon_server.engine.template import Template, VisitNorms
 from horizon_server.engine.unit_gradients import UnitGradients
+from horizon_server.errors import InvalidModel
 from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS, logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
@@ -83,6 +88,8 @@ class ForwardBackward:
         if ranks.by_layers:
             self._own_layers = [layer for layer, rank in enumerate(ownership.layer_ranks) if rank == ranks.rank]
         self.activations = self._make_activations(execution)
+        self._chunk_tokens = execution.chunk_tokens
+        self._keys = self._make_keys() if execution.chunk_tokens else None
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
@@ -218,6 +225,34 @@ class ForwardBackward:
         kind = Activations if execution.activation_placement == "device" else OffloadedActivations
         return kind(self._device, **sizes)
 
+    def _make_keys(self) -> ChunkedKeys:
+        template = self._template
+        if problem := template.chunk_problem:
+            raise InvalidModel(f"model_type {template.config.model_type!r}: {problem}")
+        assert template.own_attention is not None, "no problem"
+        return ChunkedKeys(
+            self._device,
+            [sizes for (sizes,) in template.own_attention.keys],
+            num_skipped=template.layout.num_skipped_layers,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+    def open(self) -> None:
+        """Have the device memory that `release` has freed."""
+        self.activations.open()
+
+    def release(self) -> None:
+        """Free the device memory of hidden states, keys and values until `open`. The queues must be idle."""
+        self.activations.release()
+        if self._keys is not None:
+            self._keys.release()
+
+    def close(self) -> None:
+        """Free all memory. The queues must be idle."""
+        self.activations.close()
+        if self._keys is not None:
+            self._keys.close()
+
     def _start(self, rows: StepRows, purpose: Purpose, key: StepKey | None = None) -> StepPass:
         by_rows, ranks = self._template.embeds_by_rows, self._ranks
         num_lanes = len(rows.lanes)
@@ -241,6 +276,8 @@ class ForwardBackward:
             if one is not None:
                 self._stream.reserve(one)
         self.activations.start(purpose, layers.tokens.spans, edges_of_ranks)
+        if self._keys is not None:
+            self._keys.start(layers.tokens.chunks, has_backward=purpose == "training")
         return StepPass(
             layers=layers,
             edges=edges,
@@ -265,6 +302,7 @@ class ForwardBackward:
                 [rows.lanes[lane] for lane in lanes],
                 self._device,
                 num_rows=None if by_rows else self._template.vocab_size,
+                chunk_tokens=self._chunk_tokens,
             ),
             lanes=lanes,
             num_lanes=len(rows.lanes),
@@ -349,12 +387,12 @@ class ForwardBackward:
                     parameters, tokens.row_ids_N[span], tokens.position_ids[index], tokens.boundaries[index], noise_1TD
                 )
             self.activations.output(EMBEDDING)[span].copy_(hidden_1TD[0])
-            current.calls[index] = calls
-            # All layers of a kind get the same masks and tables, which count once.
-            storages = [tensor.untyped_storage() for call in calls for tensor in call.tensors()]
-            num_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-            self._device.charge("workspace", num_bytes)
-            current.call_bytes += num_bytes
+            # Those of a chunk are made again at each visit of a layer: all together they would grow with the row.
+            if tokens.chunks[index] is None:
+                current.calls[index] = calls
+                num_bytes = _call_bytes(calls)
+                self._device.charge("workspace", num_bytes)
+                current.call_bytes += num_bytes
 
         for index, span in enumerate(tokens.spans):
             self._device.compute.submit(partial(embed, index, span), label="forward 0")
@@ -368,15 +406,17 @@ class ForwardBackward:
             parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
             hidden_1TD = activations.input(layer)[span][None]
             current.seed(layer + 1, part.name_of(index))
-            call = current.calls[index][layer]
-            if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
+            if part.tokens.chunks[index] is not None:
+                maps = _casting_maps(parameters, visit)
+                with torch.no_grad(), self._chunk_call(part, layer, index) as call:
+                    output_1TD = template.layer(layer, parameters, hidden_1TD, call, maps)
+            elif compiled := self._compiled.serve(layer, call := current.calls[index][layer], hidden_1TD.shape[1]):
                 output_1TD, products = compiled.forward(
                     parameters, hidden_1TD, visit.of(parameters), keeps=keeps_products
                 )
                 self._keep(current, layer, index, products)
             else:
-                casted = [(parameters[name], LinearMap(cast=cast)) for name, cast in visit.of(parameters).items()]
-                maps = LinearMaps(casted) if casted else None
+                maps = _casting_maps(parameters, visit)
                 with torch.no_grad():
                     output_1TD = template.layer(layer, parameters, hidden_1TD, call, maps)
             activations.output(layer)[span].copy_(output_1TD[0])
@@ -386,8 +426,13 @@ class ForwardBackward:
         keeps_products = has_backward and layer >= template.num_layers - self._residency.product_layers
         for index, span in enumerate(part.tokens.spans):
             activations.before_forward(layer, index)
+            chunk = part.tokens.chunks[index]
+            if self._keys is not None and chunk is not None:
+                self._keys.before_forward(chunk)
             self._device.compute.submit(partial(forward, index, span), label=f"forward {layer + 1}")
             activations.after_forward(layer, index)
+            if self._keys is not None and chunk is not None:
+                self._keys.after_forward(layer, chunk)
 
     def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
         template, activations, part = self._template, self.activations, current.layers
@@ -400,8 +445,10 @@ class ForwardBackward:
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for
             # a change here.
             hidden_1TD = activations.input(layer)[span][None].data
-            call = current.calls[index][layer]
-            if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
+            is_chunk = part.tokens.chunks[index] is not None
+            if not is_chunk and (
+                compiled := self._compiled.serve(layer, current.calls[index][layer], len(gradient_TD))
+            ):
                 parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
                 kept = current.products.pop((layer, index), [])
                 self._charge_products(current, -_num_bytes(kept))
@@ -414,7 +461,9 @@ class ForwardBackward:
             leaves, maps = unit_leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             current.seed(layer + 1, part.name_of(index))
-            with self._device.workspace(("layer", template.layer_kinds[layer], is_last, hidden_1TD.shape[1])):
+            key = ("layer", template.layer_kinds[layer], is_last, is_chunk, hidden_1TD.shape[1])
+            call_of = self._chunk_call(part, layer, index) if is_chunk else nullcontext(current.calls[index][layer])
+            with call_of as call, self._device.workspace(key):
                 output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call, maps)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             if hidden_1TD.grad is not None:
@@ -424,11 +473,14 @@ class ForwardBackward:
             if unit is not None:
                 squares_L[layer] = unit.lanes[0].square_sum()
 
-        for lane, numbers in enumerate(part.tokens.lanes):
+        for lane in range(len(part.tokens.lanes)):
             gradients = None if unit is None else unit.lanes[lane]
-            for index in numbers:
+            for index in part.tokens.backward_order(lane):
                 work = partial(backward, index, part.tokens.spans[index], gradients)
                 activations.before_backward(layer, index)
+                chunk = part.tokens.chunks[index]
+                if self._keys is not None and chunk is not None:
+                    self._keys.before_backward(layer, chunk)
                 self._device.compute.submit(work, label=f"backward {layer + 1}")
                 if index == 0 and current.first_squares_L is not None:
                     self._device.compute.submit(
@@ -504,6 +556,16 @@ class ForwardBackward:
             unit.close(lane)
         sink.send(0, rows_R)
 
+    @contextmanager
+    def _chunk_call(self, part: PassTokens, layer: int, index: int) -> Iterator[LayerCall]:
+        """The call of a layer on a chunk, with what is kept of the row, on the device's account while it runs."""
+        tokens, template = part.tokens, self._template
+        chunk, boundaries = tokens.chunks[index], tokens.boundaries[index]
+        assert self._keys is not None and chunk is not None and template.own_attention is not None
+        calls = template.calls_of(tokens.position_ids[index], boundaries, self._device.compute_dtype)
+        with charged(self._device, _call_bytes(calls)):
+            yield template.own_attention.with_kept(layer, calls[layer], self._keys.row(layer, chunk, boundaries))
+
     def _keep(self, current: StepPass, layer: int, index: int, products: list[Tensor]) -> None:
         """Keep a layer's products of a micro-batch, where there is room; else backward computes them again."""
         num_bytes = _num_bytes(products)
@@ -524,6 +586,18 @@ class ForwardBackward:
             return self._template.table_place.piece.read(flat)
         hidden_size = self._template.hidden_size
         return flat[: tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
+
+
+def _casting_maps(parameters: Mapping[str, Tensor], visit: Fp8Visit) -> LinearMaps | None:
+    """How the maps of a layer without gradients are computed; None where all are in the compute dtype."""
+    casted = [(parameters[name], LinearMap(cast=cast)) for name, cast in visit.of(parameters).items()]
+    return LinearMaps(casted) if casted else None
+
+
+def _call_bytes(calls: Sequence[LayerCall]) -> int:
+    """Of what all layers are called with: those of a kind get the same masks and tables, which count once."""
+    storages = [tensor.untyped_storage() for call in calls for tensor in call.tensors()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
