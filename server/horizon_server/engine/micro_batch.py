@@ -81,9 +81,9 @@ class StepTokens:
     chunks. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads it.
 
     `boundaries` are of each part: where its documents, or what it has of them, start and the last one ends. They stay
-    on the host too. `position_ids` are of each part as well, [T]. `chunks` says of each part which chunk of a row it
-    is; None is a whole micro-batch. `lanes` are the parts of each lane (`engine.lanes`), and `target_lanes` its part of
-    the supervised tokens.
+    on the host too. `position_ids` are of each part as well, [T], and `target_ends` where its supervised tokens end.
+    `chunks` says of each part which chunk of a row it is; None is a whole micro-batch. `lanes` are the parts of each
+    lane (`engine.lanes`), and `target_lanes` its part of the supervised tokens.
     """
 
     lanes: tuple[range, ...]
@@ -91,6 +91,7 @@ class StepTokens:
     spans: tuple[slice, ...]
     boundaries: tuple[Tensor, ...]
     chunks: tuple[RowChunk | None, ...]
+    target_ends: tuple[int, ...]
     rows_R: Tensor
     placed_rows_R: Tensor
     row_ids_N: Tensor
@@ -130,6 +131,7 @@ class StepTokens:
             spans=tuple(part.span for part in parts),
             boundaries=tuple(part.boundaries for part in parts),
             chunks=tuple(part.chunk for part in parts),
+            target_ends=_targets_before(supervised_S, [part.span.stop for part in parts]),
             rows_R=rows_R,
             placed_rows_R=device.place(rows_R),
             row_ids_N=device.place(row_ids_N),
@@ -143,10 +145,10 @@ class StepTokens:
         """Supervised tokens of these lanes."""
         return self.targets_S.numel()
 
-    @property
-    def is_chunked(self) -> bool:
-        """Whether some micro-batch is in chunks."""
-        return any(self.chunks)
+    def targets_of(self, numbers: range) -> slice:
+        """The supervised tokens of some parts, which are neighbours."""
+        ends = (0, *self.target_ends)
+        return slice(ends[numbers.start], ends[numbers.stop])
 
     def backward_order(self, lane: int) -> list[int]:
         """The parts of a lane in the order of backward: micro-batch by micro-batch, the chunks of one from its last."""
@@ -199,6 +201,11 @@ def _parts_of(micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> list[li
         start += num_tokens
         before += num_tokens if size < num_tokens else 0
     return found
+
+
+def _targets_before(supervised_S: Tensor, places: Sequence[int]) -> tuple[int, ...]:
+    """How many supervised tokens are before each of these places in the step."""
+    return tuple(torch.searchsorted(supervised_S, torch.tensor(places, dtype=torch.int64)).tolist())
 
 
 def joined_tokens(parts: Sequence[Tensor]) -> Tensor:

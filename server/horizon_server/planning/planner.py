@@ -12,6 +12,7 @@ from typing import Any
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.network import interface_of
+from horizon_server.planning.chunks import check_chunks
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
@@ -238,6 +239,7 @@ class Planner:
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
             adds_up=spec.is_session,
+            chunk_tokens=spec.train.chunk_tokens or 0,
             num_ranks=spec.nodes.least * spec.gpus.most,
             num_nodes=spec.nodes.least,
             wire=spec.train.wire,
@@ -352,6 +354,7 @@ class Planner:
         `most_nodes` the nodes that the job may have; without, there are enough."""
         folder = open_for_training(path, spec.train)
         check_exact(folder, execution, spec.nodes)
+        check_chunks(folder, spec)
         longest = folder.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             what = (
@@ -481,6 +484,7 @@ class Planner:
             else (),
             grad_bytes=_grad_bytes(spec, compute_dtype),
             adds_up=spec.is_session,
+            chunk_tokens=spec.train.chunk_tokens or 0,
         )
 
     def _check_devices(self, gpus: Span, kind: DeviceKind) -> None:

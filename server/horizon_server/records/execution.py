@@ -83,8 +83,8 @@ class Execution:
     """On what a job computes, in which numbers, and where things are meanwhile. None of it is part of the job's spec.
 
     It changes memory and speed and never the result, but for rounding: `compute_dtype`, `micro_batch_tokens`,
-    `chunk_tokens` and `lanes` (also what dropout and noise draw), `num_threads` and `head_chunk_tokens` decide in which numbers and in
-    which order sums are made.
+    `chunk_tokens` and `lanes` (also what dropout and noise draw), `num_threads` and `head_chunk_tokens` decide in which
+    numbers and in which order sums are made.
     """
 
     device_kind: DeviceKind = "host"

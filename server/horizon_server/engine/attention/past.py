@@ -96,10 +96,11 @@ def gradients_of_past(
         return of_query, of_key, of_value
     groups = key.shape[1]
     gradient, output = (torch.unflatten(tensor.transpose(1, 2)[0], 0, (groups, -1)) for tensor in (gradient, output))
-    given = (gradient, *grouped_heads(query, key, value), output, torch.unflatten(logsumexp, 0, (groups, -1)))
-    if min(query.shape[2], key.shape[2]) < MIN_BF16_BACKWARD:
-        given = tuple(tensor.float() for tensor in given)
-    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, False, scale=rule.scale)
+    given, sums = (gradient, *grouped_heads(query, key, value), output), torch.unflatten(logsumexp, 0, (groups, -1))
+    dtype = query.dtype if min(query.shape[2], key.shape[2]) >= MIN_BF16_BACKWARD else torch.float32
+    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(tensor.to(dtype) for tensor in given), sums, 0.0, False, scale=rule.scale
+    )
     # Heads that share a key add to its gradient.
     parts = (found[0].flatten(0, 1), found[1].sum(1), found[2].sum(1))
     for_query, for_key, for_value = (t[None, ..., :n] for t, n in zip(parts, sizes, strict=True))
