@@ -293,6 +293,11 @@ class TrainSpec(TypedDict, total=False):
     """On a GPU, use kernels that add in a fixed order, so that two runs of a job have the same bits; attention's
     backward takes about a tenth longer then, and FlashAttention-4 is not used. On the host two runs have the same bits
     in any case. Default: False."""
+    chunk_tokens: int | None
+    """Layers compute a row of more tokens in chunks of this many, so that only its keys and values grow with it on the
+    device, and their gradients; they wait in host memory between a layer's forward and its backward. The result is that
+    of whole rows but for rounding, shorter rows are computed as without it, and layers run eagerly on chunks. For one
+    device, and for models whose tokens meet in attention alone. Null computes every row at once. Default: None."""
     lanes: int | None
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree: the
     result depends on lanes, not on gpus or nodes. A power of two, at least gpus times nodes, of a range its upper end.

@@ -131,6 +131,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8", "fp8_full"])),
         deterministic=draw(st.booleans()),
+        chunk_tokens=draw(st.none() | st.integers(64, 1_048_576)),
         lanes=draw(st.sampled_from([None, 1, 2, 4, 8, 16, 32, 64])),
         parallel=draw(st.sampled_from(["auto", "rows", "layers"])),
         **draw(
@@ -295,6 +296,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
         "max_grad_norm",
         "no_clipping",
         "keep_days",
+        "chunk_tokens",
         "lanes",
     }
     sections = (

@@ -11,7 +11,8 @@ Shapes: L = layers, N = tokens of the step over all its micro-batches, D = hidde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -24,6 +25,21 @@ Purpose = Literal["training", "evaluation", "trial"]
 model what goes into the first layer as well."""
 
 EMBEDDING = -1
+
+EdgeWork = Literal["loss", "head", "embedding"]
+"""What runs at an edge: the head forward alone, the head for its gradients, or the embedding's backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeVisit:
+    """Parts whose hidden states, and the gradients of these, are on the device while an edge works on them. `tokens`
+    are theirs among those at the edge. Shapes: [tokens, D] both."""
+
+    numbers: range
+    tokens: slice
+    input: Tensor
+    """What the last layer wrote; of the embedding's backward nothing that counts."""
+    gradient: Tensor
 
 
 class Activations:
@@ -44,7 +60,11 @@ class Activations:
         hidden_size: int,
         num_planes: int | None = None,
         pages_experts: bool = False,
+        by_part: bool = False,
     ) -> None:
+        """With `by_part` the edges work part by part, as they must where no more is on the device: the order of their
+        sums does not depend on where hidden states are."""
+        self._by_part = by_part
         self._device, self._num_layers, self._num_skipped = device, num_layers, num_skipped
         self._hidden_size, self._num_kept = hidden_size, num_layers - num_skipped
         self._num_planes = num_planes or self._num_kept + 2
@@ -109,8 +129,15 @@ class Activations:
         """After a trial, copies of what went into the first layer and what came out of the last, on the CPU."""
         return self.input(0).cpu().clone(), self.input(self._num_layers).cpu().clone()
 
-    def before_forward(self, layer: int, index: int) -> None:
-        """Compute is about to run a layer on a micro-batch: let it wait until its memory may be read and written."""
+    def before_embedding(self, index: int) -> Tensor:
+        """Compute is about to embed a micro-batch. Returns where to. Shapes: [T, D]."""
+        return self.output(EMBEDDING)[self._spans[index]]
+
+    def before_forward(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+        """Compute is about to run a layer on a micro-batch: let it wait until its memory may be read and written.
+        Returns what it reads, and where it writes. Shapes: [T, D] both."""
+        span = self._spans[index]
+        return self.input(layer)[span], self.output(layer)[span]
 
     def after_forward(self, layer: int, index: int) -> None:
         """Compute has run a layer, or the embedding, on a micro-batch."""
@@ -124,14 +151,29 @@ class Activations:
     def start_backward(self) -> None:
         """All of the head's work is submitted, and backward begins."""
 
-    def before_backward(self, layer: int, index: int) -> None:
-        """Compute is about to recompute a layer on a micro-batch: let it wait until what it reads is there."""
+    def before_backward(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+        """Compute is about to recompute a layer on a micro-batch: let it wait until what it reads is there. Returns
+        its input, and the gradient of its output, in whose place that of its input goes. Shapes: [T, D] both."""
+        span = self._spans[index]
+        return self.input(layer)[span], self.gradient[span]
 
     def after_backward(self, layer: int, index: int) -> None:
         """Compute is done with a micro-batch in the backward of a layer."""
 
     def before_embedding_backward(self) -> None:
         """Compute is about to calculate the embedding's gradient."""
+
+    def edge_visits(self, numbers: range, spans: Sequence[slice], work: EdgeWork) -> Iterator[EdgeVisit]:
+        """What is there at once of some micro-batches, neighbours, whose tokens at the edge `spans` say. Work on a
+        visit is submitted before the next one is asked for."""
+        groups = [range(number, number + 1) for number in numbers] if self._by_part else [numbers] if numbers else []
+        for group in groups:
+            tokens = slice(spans[group[0]].start, spans[group[-1]].stop)
+            yield EdgeVisit(
+                numbers=group, tokens=tokens, input=self.head_input[tokens], gradient=self.edge_gradient[tokens]
+            )
+        if work == "head":
+            self.after_head(numbers)
 
     def finish(self) -> None:
         """All that was submitted is done, on this rank."""
@@ -213,12 +255,13 @@ class OffloadedActivations(Activations):
                 "activations", (self._num_kept - 1) * stride, self._device.compute_dtype, piece_elements=stride
             )
 
-    def before_forward(self, layer: int, index: int) -> None:
+    def before_forward(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
         event = self._gone.get((self._place(layer + 1) - 2, index))
         # What is there must have been copied to the host first.
         if event is not None:
             self._device.compute.wait(event)
             self._device.poison(self._device.compute, self.output(layer)[self._spans[index]])
+        return super().before_forward(layer, index)
 
     def after_forward(self, layer: int, index: int) -> None:
         place = self._place(layer + 1)
@@ -234,10 +277,11 @@ class OffloadedActivations(Activations):
         for index in numbers:
             self._bring_back(self._num_layers, index)
 
-    def before_backward(self, layer: int, index: int) -> None:
+    def before_backward(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
         event = self._back.get((self._place(layer), index))
         if event is not None:
             self._device.compute.wait(event)
+        return super().before_backward(layer, index)
 
     def after_backward(self, layer: int, index: int) -> None:
         self._bring_back(layer, index)

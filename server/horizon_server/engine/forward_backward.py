@@ -2,7 +2,8 @@
 
 Forward keeps each layer's input and no graph; the head (`head_pass`) turns chunks of tokens into loss and gradient;
 backward recomputes one layer at a time with local autograd. Weights cross the link twice a step and gradients once, for
-any number of micro-batches.
+any number of micro-batches. A micro-batch longer than `chunk_tokens` is computed in chunks: up in forward, down in
+backward, with the keys and values of the whole row.
 
 Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of the step, D = hidden size, R =
 embedding rows in use, L = layers.
@@ -12,13 +13,15 @@ Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import EMBEDDING, Activations, OffloadedActivations, Purpose
+from horizon_server.engine.chunked_keys import ChunkedKeys
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.fp8 import Fp8Visit
@@ -27,6 +30,7 @@ from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.lane_sums import RowExchange
 from horizon_server.engine.lanes import StepRows
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
+from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
@@ -34,9 +38,11 @@ from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.paged_layers import PagedLayers
 from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.shared_activations import SharedActivations
-from horizon_server.engine.step_pass import Chunk, PassTokens, StepKey, StepPass, charged, in_lane
+from horizon_server.engine.step_pass import PassTokens, StepKey, StepPass, charged
+from horizon_server.engine.streamed_activations import StreamedActivations
 from horizon_server.engine.template import Template, VisitNorms
 from horizon_server.engine.unit_gradients import UnitGradients
+from horizon_server.errors import InvalidModel
 from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS, logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
@@ -85,6 +91,8 @@ class ForwardBackward:
             self._own_layers = [layer for layer, rank in enumerate(ownership.layer_ranks) if rank == ranks.rank]
         self.activations = self._make_activations(execution)
         self._paged = PagedLayers(template, device, stream, sink, recipe, self.activations)
+        self._chunk_tokens = execution.chunk_tokens
+        self._keys = self._make_keys() if execution.chunk_tokens else None
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
@@ -217,8 +225,41 @@ class ForwardBackward:
             return SharedActivations(
                 self._device, self._ranks, self._own_layers, first_trained=self._first_trained - 1, **sizes
             )
-        kind = Activations if execution.activation_placement == "device" else OffloadedActivations
-        return kind(self._device, pages_experts=bool(self._stream.paging.layers), **sizes)
+        pages = bool(self._stream.paging.layers)
+        on_device = execution.activation_placement == "device"
+        if execution.chunk_tokens and not on_device:
+            return StreamedActivations(self._device, slot_tokens=execution.chunk_tokens, **sizes)
+        if on_device:
+            return Activations(self._device, by_part=execution.chunk_tokens > 0, pages_experts=pages, **sizes)
+        return OffloadedActivations(self._device, pages_experts=pages, **sizes)
+
+    def _make_keys(self) -> ChunkedKeys:
+        template = self._template
+        if problem := template.chunk_problem:
+            raise InvalidModel(f"model_type {template.config.model_type!r}: {problem}")
+        assert template.own_attention is not None, "no problem"
+        return ChunkedKeys(
+            self._device,
+            [sizes for (sizes,) in template.own_attention.keys],
+            num_skipped=template.layout.num_skipped_layers,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+    def open(self) -> None:
+        """Have the device memory that `release` has freed."""
+        self.activations.open()
+
+    def release(self) -> None:
+        """Free the device memory of hidden states, keys and values until `open`. The queues must be idle."""
+        self.activations.release()
+        if self._keys is not None:
+            self._keys.release()
+
+    def close(self) -> None:
+        """Free all memory. The queues must be idle."""
+        self.activations.close()
+        if self._keys is not None:
+            self._keys.close()
 
     def _start(self, rows: StepRows, purpose: Purpose, key: StepKey | None = None) -> StepPass:
         by_rows, ranks = self._template.embeds_by_rows, self._ranks
@@ -243,6 +284,8 @@ class ForwardBackward:
             if one is not None:
                 self._stream.reserve(one)
         self.activations.start(purpose, layers.tokens.spans, edges_of_ranks)
+        if self._keys is not None:
+            self._keys.start(layers.tokens.chunks, has_backward=purpose == "training")
         return StepPass(
             layers=layers,
             edges=edges,
@@ -250,8 +293,7 @@ class ForwardBackward:
             embedding_backward=UnitRequest(
                 unit_index=0, rows_R=edges.tokens.rows_R if by_rows else None, exchange=backward_exchange
             ),
-            # Of supervised tokens only: the head runs on no others.
-            chunks=self._chunks(edges),
+            head_chunk_tokens=self._head_chunk_tokens,
             # In fp64, because the losses of all chunks of a lane add up in it.
             loss=self._device.place(torch.zeros(len(edges.lanes), dtype=torch.float64)),
             divisor=rows.num_targets,
@@ -267,23 +309,12 @@ class ForwardBackward:
                 [rows.lanes[lane] for lane in lanes],
                 self._device,
                 num_rows=None if by_rows else self._template.vocab_size,
+                chunk_tokens=self._chunk_tokens,
             ),
             lanes=lanes,
             num_lanes=len(rows.lanes),
             noise_N1=self._noise_magnitudes(rows.of(lanes)) if has_noise else None,
         )
-
-    def _chunks(self, edges: PassTokens) -> list[Chunk]:
-        size = self._head_chunk_tokens
-        return [
-            Chunk(
-                lane=index,
-                tokens=slice(start, min(start + size, targets.stop)),
-                name=in_lane(lane, start - targets.start, edges.num_lanes),
-            )
-            for index, (lane, targets) in enumerate(zip(edges.lanes, edges.tokens.target_lanes, strict=True))
-            for start in range(targets.start, targets.stop, size)
-        ]
 
     def _row_exchange(self, rows: StepRows) -> RowExchange | None:
         """Which rows of the table travel; None where each rank reads its own, or it is read as a whole."""
@@ -341,7 +372,7 @@ class ForwardBackward:
     def _enqueue_embed(self, current: StepPass, flat: Tensor) -> None:
         template, part, tokens = self._template, current.layers, current.layers.tokens
 
-        def embed(index: int, span: slice) -> None:
+        def embed(index: int, span: slice, output_TD: Tensor) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
             parameters[template.table_place.name] = self._table(tokens, flat, by_rows=template.embeds_by_rows)
             noise_1TD = self._noise(current, part, index)
@@ -350,16 +381,17 @@ class ForwardBackward:
                 hidden_1TD, calls = template.embed(
                     parameters, tokens.row_ids_N[span], tokens.position_ids[index], tokens.boundaries[index], noise_1TD
                 )
-            self.activations.output(EMBEDDING)[span].copy_(hidden_1TD[0])
-            current.calls[index] = calls
-            # All layers of a kind get the same masks and tables, which count once.
-            storages = [tensor.untyped_storage() for call in calls for tensor in call.tensors()]
-            num_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-            self._device.charge("workspace", num_bytes)
-            current.call_bytes += num_bytes
+            output_TD.copy_(hidden_1TD[0])
+            # Those of a chunk are made again at each visit of a layer: all together they would grow with the row.
+            if tokens.chunks[index] is None:
+                current.calls[index] = calls
+                num_bytes = _call_bytes(calls)
+                self._device.charge("workspace", num_bytes)
+                current.call_bytes += num_bytes
 
         for index, span in enumerate(tokens.spans):
-            self._device.compute.submit(partial(embed, index, span), label="forward 0")
+            output_TD = self.activations.before_embedding(index)
+            self._device.compute.submit(partial(embed, index, span, output_TD), label="forward 0")
             self.activations.after_forward(EMBEDDING, index)
 
     def _enqueue_layer(self, current: StepPass, layer: int, flat: Tensor) -> None:
@@ -369,30 +401,37 @@ class ForwardBackward:
         template, activations, part = self._template, self.activations, current.layers
         visit, norms = self._fp8_visit(layer, for_backward=False), VisitNorms(template, layer)
 
-        def forward(index: int, span: slice) -> None:
+        def forward(index: int, input_TD: Tensor, output_TD: Tensor) -> None:
             parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
-            hidden_1TD = activations.input(layer)[span][None]
+            hidden_1TD = input_TD[None]
             current.seed(layer + 1, part.name_of(index))
-            call = current.calls[index][layer]
-            if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
+            if part.tokens.chunks[index] is not None:
+                maps = _casting_maps(parameters, visit)
+                with torch.no_grad(), self._chunk_call(part, layer, index) as call:
+                    output_1TD = template.layer(layer, parameters, hidden_1TD, call, maps)
+            elif compiled := self._compiled.serve(layer, call := current.calls[index][layer], hidden_1TD.shape[1]):
                 output_1TD, products = compiled.forward(
                     parameters, hidden_1TD, visit.of(parameters), keeps=keeps_products
                 )
                 self._keep(current, layer, index, products)
             else:
-                casted = [(parameters[name], LinearMap(cast=cast)) for name, cast in visit.of(parameters).items()]
-                maps = LinearMaps(casted) if casted else None
+                maps = _casting_maps(parameters, visit)
                 with torch.no_grad():
                     output_1TD = template.layer(layer, parameters, hidden_1TD, call, maps)
-            activations.output(layer)[span].copy_(output_1TD[0])
+            output_TD.copy_(output_1TD[0])
 
         # Only a training step has a backward.
         has_backward = current.key is not None and layer + 1 >= self._first_trained
         keeps_products = has_backward and layer >= template.num_layers - self._residency.product_layers
-        for index, span in enumerate(part.tokens.spans):
-            activations.before_forward(layer, index)
-            self._device.compute.submit(partial(forward, index, span), label=f"forward {layer + 1}")
+        for index, chunk in enumerate(part.tokens.chunks):
+            input_TD, output_TD = activations.before_forward(layer, index)
+            if self._keys is not None and chunk is not None:
+                self._keys.before_forward(chunk)
+            work = partial(forward, index, input_TD, output_TD)
+            self._device.compute.submit(work, label=f"forward {layer + 1}")
             activations.after_forward(layer, index)
+            if self._keys is not None and chunk is not None:
+                self._keys.after_forward(layer, chunk)
 
     def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
         if self._paged.has(layer):
@@ -403,13 +442,14 @@ class ForwardBackward:
         visit, norms = self._fp8_visit(layer, for_backward=True), VisitNorms(template, layer)
         is_last = layer + 1 == self._first_trained
 
-        def backward(index: int, span: slice, gradients: UnitGradients | None) -> None:
-            gradient_TD = activations.gradient[span]
+        def backward(index: int, input_TD: Tensor, gradient_TD: Tensor, gradients: UnitGradients | None) -> None:
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for
             # a change here.
-            hidden_1TD = activations.input(layer)[span][None].data
-            call = current.calls[index][layer]
-            if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
+            hidden_1TD = input_TD[None].data
+            is_chunk = part.tokens.chunks[index] is not None
+            if not is_chunk and (
+                compiled := self._compiled.serve(layer, current.calls[index][layer], len(gradient_TD))
+            ):
                 parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
                 kept = current.products.pop((layer, index), [])
                 self._charge_products(current, -_num_bytes(kept))
@@ -422,7 +462,9 @@ class ForwardBackward:
             leaves, maps = unit_leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             current.seed(layer + 1, part.name_of(index))
-            with self._device.workspace(("layer", template.layer_kinds[layer], is_last, hidden_1TD.shape[1])):
+            key = ("layer", template.layer_kinds[layer], is_last, is_chunk, hidden_1TD.shape[1])
+            call_of = self._chunk_call(part, layer, index) if is_chunk else nullcontext(current.calls[index][layer])
+            with call_of as call, self._device.workspace(key):
                 output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call, maps)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             if hidden_1TD.grad is not None:
@@ -432,11 +474,13 @@ class ForwardBackward:
             if unit is not None:
                 squares_L[layer] = unit.lanes[0].square_sum()
 
-        for lane, numbers in enumerate(part.tokens.lanes):
+        for lane in range(len(part.tokens.lanes)):
             gradients = None if unit is None else unit.lanes[lane]
-            for index in numbers:
-                work = partial(backward, index, part.tokens.spans[index], gradients)
-                activations.before_backward(layer, index)
+            for index in part.tokens.backward_order(lane):
+                work = partial(backward, index, *activations.before_backward(layer, index), gradients)
+                chunk = part.tokens.chunks[index]
+                if self._keys is not None and chunk is not None:
+                    self._keys.before_backward(layer, chunk)
                 self._device.compute.submit(work, label=f"backward {layer + 1}")
                 if index == 0 and current.first_squares_L is not None:
                     self._device.compute.submit(
@@ -461,30 +505,30 @@ class ForwardBackward:
         unit = sink.open(0, rows_R)
         assert unit is not None, "backward comes here only for what is trained"
 
-        def backward(index: int, span: slice, gradients: UnitGradients) -> None:
+        def backward(index: int, gradient_TD: Tensor, gradients: UnitGradients) -> None:
             leaves, maps = unit_leaves(template.places_besides_table, flat, gradients)
-            row_ids_T = tokens.row_ids_N[span]
+            row_ids_T = tokens.row_ids_N[tokens.spans[index]]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the
             # rest of this.
             weight_TD = self._table(tokens, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_(has_table)
             leaves[template.table_place.name] = weight_TD
             noise_1TD = self._noise(current, part, index)
             current.seed(0, part.name_of(index))
-            with self._device.workspace(("embedding", span.stop - span.start)):
+            with self._device.workspace(("embedding", len(gradient_TD))):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
                 with maps:
                     hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids[index], noise_1TD=noise_1TD)
-                torch.autograd.backward(hidden_1TD, activations.edge_gradient[span][None])
+                torch.autograd.backward(hidden_1TD, gradient_TD[None])
             # Not by a hook: other parameters of the unit may still read what came in.
             if weight_TD.grad is not None:
-                activations.edge_gradient[span].copy_(weight_TD.grad)
+                gradient_TD.copy_(weight_TD.grad)
 
-        def add_up(span: slice, table: Tensor) -> None:
+        def add_up(span: slice, gradient_TD: Tensor, table: Tensor) -> None:
             sink.reached.update(template.table_place.stored_names)
             # In fp32, because a common token is added thousands of times. By the backward of nn.Embedding, which adds
             # in the same order every time on cuda too; index_add_ with repeated rows does not.
             gradient_RD = torch.ops.aten.embedding_dense_backward(
-                activations.edge_gradient[span].float(),
+                gradient_TD.float(),
                 tokens.row_ids_N[span],
                 tokens.rows_R.numel(),
                 padding_row,
@@ -500,17 +544,30 @@ class ForwardBackward:
         for lane, numbers in enumerate(tokens.lanes):
             gradients = unit.lanes[lane]
             sink.start_table(gradients, rows_R)
-            for index in numbers:
-                work = partial(backward, index, tokens.spans[index], gradients)
-                self._device.compute.submit(work, label="backward 0")
-            if has_table and numbers:
-                table = self._table(tokens, gradients.flat, by_rows=by_rows)
-                end = tokens.spans[numbers[-1]].stop
-                for start in range(tokens.spans[numbers[0]].start, end, EMBEDDING_GRADIENT_TOKENS):
-                    span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, end))
-                    self._device.compute.submit(partial(add_up, span, table), label="backward 0")
+            for visit in activations.edge_visits(numbers, tokens.spans, "embedding"):
+                first, end = visit.tokens.start, visit.tokens.stop
+                for index in visit.numbers:
+                    span = tokens.spans[index]
+                    gradient_TD = visit.gradient[span.start - first : span.stop - first]
+                    self._device.compute.submit(partial(backward, index, gradient_TD, gradients), label="backward 0")
+                if has_table:
+                    table = self._table(tokens, gradients.flat, by_rows=by_rows)
+                    for start in range(first, end, EMBEDDING_GRADIENT_TOKENS):
+                        span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, end))
+                        work = partial(add_up, span, visit.gradient[span.start - first : span.stop - first], table)
+                        self._device.compute.submit(work, label="backward 0")
             unit.close(lane)
         sink.send(0, rows_R)
+
+    @contextmanager
+    def _chunk_call(self, part: PassTokens, layer: int, index: int) -> Iterator[LayerCall]:
+        """The call of a layer on a chunk, with what is kept of the row, on the device's account while it runs."""
+        tokens, template = part.tokens, self._template
+        chunk, boundaries = tokens.chunks[index], tokens.boundaries[index]
+        assert self._keys is not None and chunk is not None and template.own_attention is not None
+        calls = template.calls_of(tokens.position_ids[index], boundaries, self._device.compute_dtype)
+        with charged(self._device, _call_bytes(calls, but=tokens.position_ids[index])):
+            yield template.own_attention.with_kept(layer, calls[layer], self._keys.row(layer, chunk, boundaries))
 
     def _keep(self, current: StepPass, layer: int, index: int, products: list[Tensor]) -> None:
         """Keep a layer's products of a micro-batch, where there is room; else backward computes them again."""
@@ -532,6 +589,22 @@ class ForwardBackward:
             return self._template.table_place.piece.read(flat)
         hidden_size = self._template.hidden_size
         return flat[: tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
+
+
+def _casting_maps(parameters: Mapping[str, Tensor], visit: Fp8Visit) -> LinearMaps | None:
+    """How the maps of a layer without gradients are computed; None where all are in the compute dtype."""
+    casted = [(parameters[name], LinearMap(cast=cast)) for name, cast in visit.of(parameters).items()]
+    return LinearMaps(casted) if casted else None
+
+
+def _call_bytes(calls: Sequence[LayerCall], *, but: Tensor | None = None) -> int:
+    """Of what all layers are called with: those of a kind get the same masks and tables, which count once. `but` is one
+    that does not count."""
+    storages = [tensor.untyped_storage() for call in calls for tensor in call.tensors()]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    if but is not None:
+        sizes.pop(but.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -12,13 +12,13 @@ Thread: methods are called by the driving thread; they only queue work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from horizon_server.engine.activations import Activations
+from horizon_server.engine.activations import Activations, EdgeVisit
 from horizon_server.engine.cross_entropy import chunk_loss, log_probabilities, num_correct, write_gradient
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.gradient_sink import GradientSink
@@ -58,16 +58,16 @@ class HeadPass:
         """The mean cross-entropy, without gradients."""
         tokens = current.edges.tokens
 
-        def head(chunk: Chunk) -> None:
-            logits_SV = self._logits(current, flat, chunk)
+        def head(visit: EdgeVisit, chunk: Chunk) -> None:
+            logits_SV = self._logits(current, visit, flat, chunk)
             targets_S = tokens.targets_S[chunk.tokens]
             if current.num_correct is not None:
                 current.num_correct += num_correct(logits_SV, targets_S)
             current.loss[chunk.lane] += chunk_loss(logits_SV, targets_S, divisor=current.divisor)
 
         self._activations.before_head()
-        for chunk in current.chunks:
-            self._device.compute.submit(partial(head, chunk), label="head loss")
+        for visit, chunk in self._chunks(current):
+            self._device.compute.submit(partial(head, visit, chunk), label="head loss")
         self._sink.send_loss(current.loss)
 
     def enqueue_log_probabilities(self, current: StepPass, flat: Tensor) -> None:
@@ -102,8 +102,6 @@ class HeadPass:
             current.loss[0] += loss
 
         activations.before_head()
-        # Tokens without a target get no gradient from the head, but backward reads theirs.
-        compute.submit(activations.edge_gradient.zero_, label="zero hidden gradient")
         write = cross_entropy
         if current.runs_twice:
             self._enqueue_log_probabilities(current, flat)
@@ -114,10 +112,12 @@ class HeadPass:
             write = weighted
         for lane, numbers in enumerate(tokens.lanes):
             gradients = None if unit is None else unit.lanes[lane]
-            for chunk in (chunk for chunk in current.chunks if chunk.lane == lane):
-                work = partial(self._chunk_gradients, current, flat, gradients, chunk, partial(write, chunk))
-                compute.submit(work, label=f"backward {self._unit_index}")
-            activations.after_head(numbers)
+            for visit in activations.edge_visits(numbers, tokens.spans, "head"):
+                # Tokens without a target get no gradient from the head, but backward reads theirs.
+                compute.submit(visit.gradient.zero_, label="zero hidden gradient")
+                for chunk in current.chunks(lane, visit.numbers):
+                    work = partial(self._chunk_gradients, current, visit, flat, gradients, chunk, partial(write, chunk))
+                    compute.submit(work, label=f"backward {self._unit_index}")
             if unit is not None:
                 unit.close(lane)
         # First, because an update in backward looks at the loss as soon as the first gradient has landed.
@@ -148,32 +148,46 @@ class HeadPass:
         return loss, found_S[start : start + sizes[ranks.rank]]
 
     def _enqueue_log_probabilities(self, current: StepPass, flat: Tensor) -> None:
-        def head(chunk: Chunk) -> None:
+        def head(visit: EdgeVisit, chunk: Chunk) -> None:
             assert current.logprobs_S is not None
-            logits_SV = self._logits(current, flat, chunk)
+            logits_SV = self._logits(current, visit, flat, chunk)
             targets_S = current.edges.tokens.targets_S[chunk.tokens]
             current.logprobs_S[chunk.tokens] = log_probabilities(logits_SV, targets_S)
 
-        for chunk in current.chunks:
-            self._device.compute.submit(partial(head, chunk), label="head log-probabilities")
+        for visit, chunk in self._chunks(current):
+            self._device.compute.submit(partial(head, visit, chunk), label="head log-probabilities")
 
-    def _logits(self, current: StepPass, flat: Tensor, chunk: Chunk) -> Tensor:
+    def _chunks(self, current: StepPass) -> Iterator[tuple[EdgeVisit, Chunk]]:
+        """The work of a forward, in order."""
+        tokens = current.edges.tokens
+        for lane, numbers in enumerate(tokens.lanes):
+            for visit in self._activations.edge_visits(numbers, tokens.spans, "loss"):
+                for chunk in current.chunks(lane, visit.numbers):
+                    yield visit, chunk
+
+    def _logits(self, current: StepPass, visit: EdgeVisit, flat: Tensor, chunk: Chunk) -> Tensor:
         """The logits of a chunk, without a graph. Shapes: [S, V]."""
         parameters = {place.name: place.piece.read(flat) for place in self._template.places[self._unit_index]}
         # Outside training it draws nothing. In training the same as when the chunk runs again for its gradients.
         current.seed(self._unit_index, chunk.name)
-        hidden_SD = self._activations.head_input[current.edges.tokens.supervised_S[chunk.tokens]]
+        hidden_SD = visit.input[current.edges.tokens.supervised_S[chunk.tokens] - visit.tokens.start]
         with torch.no_grad():
             return self._template.head(parameters, hidden_SD[None])
 
     def _chunk_gradients(
-        self, current: StepPass, flat: Tensor, gradients: UnitGradients | None, chunk: Chunk, write: WriteGradient
+        self,
+        current: StepPass,
+        visit: EdgeVisit,
+        flat: Tensor,
+        gradients: UnitGradients | None,
+        chunk: Chunk,
+        write: WriteGradient,
     ) -> None:
         """The gradients of a chunk, for the hidden states and the head's weights, from that of the logits, which
         `write` writes."""
-        template, activations = self._template, self._activations
-        supervised_S = current.edges.tokens.supervised_S[chunk.tokens]
-        hidden_1SD = activations.head_input[supervised_S][None].requires_grad_(self._has_backward)
+        template = self._template
+        supervised_S = current.edges.tokens.supervised_S[chunk.tokens] - visit.tokens.start
+        hidden_1SD = visit.input[supervised_S][None].requires_grad_(self._has_backward)
         leaves, maps = unit_leaves(template.places[self._unit_index], flat, gradients)
         current.seed(self._unit_index, chunk.name)
         # Autograd does not keep the logits, so that they are not in what `workspace` counts.
@@ -190,4 +204,4 @@ class HeadPass:
             write(values_SV, gradient_SV)
             torch.autograd.backward(edge, gradient_SV)
         if hidden_1SD.grad is not None:
-            activations.edge_gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
+            visit.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])

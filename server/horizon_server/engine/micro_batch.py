@@ -1,5 +1,5 @@
 """One packed row of tokens, ready for the model: the only shape in which data enters the engine. And the rows of a
-step, joined.
+step, joined, and long ones divided into chunks.
 
 Shapes: T = tokens of the row, N = tokens of the step, R = distinct ids, S = supervised tokens.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizon_formats.checks import UNTRAINED
+from horizon_server.engine.attention.chunked import RowChunk
 from horizon_server.engine.device.protocol import Device
 from horizon_server.errors import InvalidData
 
@@ -76,18 +77,21 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """All micro-batches of a step. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads
-    it.
+    """All micro-batches of a step, in parts that layers compute at once: each micro-batch whole, or a longer one in
+    chunks. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads it.
 
-    `boundaries` are of each micro-batch: where its documents start and the last one ends. They stay on the host too.
-    `position_ids` are of each micro-batch as well, [T]. `lanes` are the micro-batches of each lane (`engine.lanes`),
-    and `target_lanes` its part of the supervised tokens.
+    `boundaries` are of each part: where its documents, or what it has of them, start and the last one ends. They stay
+    on the host too. `position_ids` are of each part as well, [T], and `target_ends` where its supervised tokens end.
+    `chunks` says of each part which chunk of a row it is; None is a whole micro-batch. `lanes` are the parts of each
+    lane (`engine.lanes`), and `target_lanes` its part of the supervised tokens.
     """
 
     lanes: tuple[range, ...]
     target_lanes: tuple[slice, ...]
     spans: tuple[slice, ...]
     boundaries: tuple[Tensor, ...]
+    chunks: tuple[RowChunk | None, ...]
+    target_ends: tuple[int, ...]
     rows_R: Tensor
     placed_rows_R: Tensor
     row_ids_N: Tensor
@@ -96,12 +100,21 @@ class StepTokens:
     targets_S: Tensor
 
     @classmethod
-    def of(cls, lanes: Sequence[Sequence[MicroBatch]], device: Device, *, num_rows: int | None = None) -> StepTokens:
+    def of(
+        cls,
+        lanes: Sequence[Sequence[MicroBatch]],
+        device: Device,
+        *,
+        num_rows: int | None = None,
+        chunk_tokens: int = 0,
+    ) -> StepTokens:
         """Join the micro-batches of all lanes in the order given; there may be none. With `num_rows`, ids keep their
-        numbers in a table of `num_rows` rows."""
+        numbers in a table of `num_rows` rows. With `chunk_tokens`, micro-batches of more tokens are divided into chunks
+        of as many."""
         micro_batches = list(chain.from_iterable(lanes))
-        ends = [0, *accumulate(micro_batch.num_tokens for micro_batch in micro_batches)]
-        spans = [slice(start, stop) for start, stop in pairwise(ends)]
+        parts_of = _parts_of(micro_batches, chunk_tokens)
+        parts = list(chain.from_iterable(parts_of))
+        numbers = [0, *accumulate(len(parts) for parts in parts_of)]
         ids_N = joined_tokens([m.input_ids_T for m in micro_batches])
         # A step uses few rows of a large table, so only those cross the link.
         if num_rows is None:
@@ -110,17 +123,19 @@ class StepTokens:
             rows_R, row_ids_N = torch.arange(num_rows), ids_N
         labels_N = joined_tokens([m.labels_T for m in micro_batches])
         supervised_S = (labels_N != IGNORED_LABEL).nonzero()[:, 0]
-        numbers = [0, *accumulate(len(lane) for lane in lanes)]
+        firsts = [0, *accumulate(len(lane) for lane in lanes)]
         targets = [0, *accumulate(sum(m.num_targets for m in lane) for lane in lanes)]
         return cls(
-            lanes=tuple(range(start, stop) for start, stop in pairwise(numbers)),
+            lanes=tuple(range(numbers[start], numbers[stop]) for start, stop in pairwise(firsts)),
             target_lanes=tuple(slice(start, stop) for start, stop in pairwise(targets)),
-            spans=tuple(spans),
-            boundaries=tuple(torch.tensor([0, *accumulate(m.document_lengths)]) for m in micro_batches),
+            spans=tuple(part.span for part in parts),
+            boundaries=tuple(part.boundaries for part in parts),
+            chunks=tuple(part.chunk for part in parts),
+            target_ends=_targets_before(supervised_S, [part.span.stop for part in parts]),
             rows_R=rows_R,
             placed_rows_R=device.place(rows_R),
             row_ids_N=device.place(row_ids_N),
-            position_ids=_placed_apart([m.position_ids_T for m in micro_batches], device),
+            position_ids=_placed_apart([part.position_ids_T for part in parts], device),
             supervised_S=device.place(supervised_S),
             targets_S=device.place(labels_N[supervised_S]),
         )
@@ -129,6 +144,68 @@ class StepTokens:
     def num_targets(self) -> int:
         """Supervised tokens of these lanes."""
         return self.targets_S.numel()
+
+    def targets_of(self, numbers: range) -> slice:
+        """The supervised tokens of some parts, which are neighbours."""
+        ends = (0, *self.target_ends)
+        return slice(ends[numbers.start], ends[numbers.stop])
+
+    def backward_order(self, lane: int) -> list[int]:
+        """The parts of a lane in the order of backward: micro-batch by micro-batch, the chunks of one from its last."""
+        order: list[int] = []
+        for number in self.lanes[lane]:
+            chunk = self.chunks[number]
+            # Before those of its row that are there already.
+            order.insert(len(order) - (0 if chunk is None else chunk.number), number)
+        return order
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A micro-batch, or a chunk of it; `span` is in the step."""
+
+    span: slice
+    boundaries: Tensor
+    position_ids_T: Tensor
+    chunk: RowChunk | None = None
+
+
+def _parts_of(micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> list[list[_Part]]:
+    """The parts of each micro-batch."""
+    found: list[list[_Part]] = []
+    start = before = 0
+    for row in micro_batches:
+        num_tokens, ends = row.num_tokens, [0, *accumulate(row.document_lengths)]
+        size = chunk_tokens if 0 < chunk_tokens < num_tokens else num_tokens
+        parts = []
+        for number, first in enumerate(range(0, num_tokens, size)):
+            stop = min(first + size, num_tokens)
+            inner = [first, *(end for end in ends if first < end < stop), stop]
+            chunk = RowChunk(
+                number=number,
+                first=first,
+                stop=stop,
+                seen=max(end for end in ends if end <= first),
+                row_tokens=num_tokens,
+                before=before,
+            )
+            parts.append(
+                _Part(
+                    span=slice(start + first, start + stop),
+                    boundaries=torch.tensor(inner) - first,
+                    position_ids_T=row.position_ids_T[first:stop],
+                    chunk=chunk if size < num_tokens else None,
+                )
+            )
+        found.append(parts)
+        start += num_tokens
+        before += num_tokens if size < num_tokens else 0
+    return found
+
+
+def _targets_before(supervised_S: Tensor, places: Sequence[int]) -> tuple[int, ...]:
+    """How many supervised tokens are before each of these places in the step."""
+    return tuple(torch.searchsorted(supervised_S, torch.tensor(places, dtype=torch.int64)).tolist())
 
 
 def joined_tokens(parts: Sequence[Tensor]) -> Tensor:

@@ -116,9 +116,10 @@ class SharedActivations(Activations):
         self._ranks.meet()
         return ends
 
-    def before_forward(self, layer: int, index: int) -> None:
+    def before_forward(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
         self._await_arrival(layer, index)
         self._await_leaving(index)
+        return super().before_forward(layer, index)
 
     def after_forward(self, layer: int, index: int) -> None:
         device = self._device
@@ -151,8 +152,9 @@ class SharedActivations(Activations):
             for index in range(len(self._spans)):
                 self._receive_for_backward(self._own[-1], index)
 
-    def before_backward(self, layer: int, index: int) -> None:
+    def before_backward(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
         self._await_arrival(layer, index)
+        return super().before_backward(layer, index)
 
     def after_backward(self, layer: int, index: int) -> None:
         if layer > self._first_trained:

@@ -6,7 +6,7 @@ Shapes: S = supervised tokens at the edges, L = layers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -94,7 +94,8 @@ class StepPass:
     step by rows, the same."""
     embedding: UnitRequest
     embedding_backward: UnitRequest
-    chunks: Sequence[Chunk]
+    head_chunk_tokens: int
+    """Supervised tokens that the head computes at once."""
     loss: Tensor
     """By lane at the edges."""
     key: StepKey | None
@@ -120,6 +121,17 @@ class StepPass:
     products: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """What compiled layers keep for their backward, by layer and micro-batch."""
     product_bytes: int = 0
+
+    def chunks(self, lane: int, numbers: range) -> Iterator[Chunk]:
+        """The head's work on some parts of a lane, on supervised tokens only; both count from this rank's first one."""
+        tokens, size = self.edges.tokens, self.head_chunk_tokens
+        targets = tokens.targets_of(numbers)
+        for start in range(targets.start, targets.stop, size):
+            yield Chunk(
+                lane=lane,
+                tokens=slice(start, min(start + size, targets.stop)),
+                name=in_lane(self.edges.lanes[lane], start - tokens.target_lanes[lane].start, self.edges.num_lanes),
+            )
 
     def seed(self, unit_index: int, name: int | str) -> None:
         """Have the work that follows, on the micro-batch or chunk of that name, draw the numbers that are its own, the

@@ -405,7 +405,7 @@ class Trainer:
             self._optimizer.states.close()
             self._stream.close()
             self._sink.close_slots()
-            self._forward_backward.activations.release()
+            self._forward_backward.release()
             self._device.release_memory()
 
     def close(self) -> None:
@@ -423,7 +423,7 @@ class Trainer:
             self._optimizer.states.close()
             self._stream.close()
             self._sink.close()
-            self._forward_backward.activations.close()
+            self._forward_backward.close()
         self._ranks.leave()
 
     def follow(self, others: Mapping[str, Callable[[Call], object]] = MappingProxyType({})) -> None:
@@ -508,7 +508,7 @@ class Trainer:
             self._optimizer.states.open()
             self._stream.open()
             self._sink.open_slots()
-            self._forward_backward.activations.open()
+            self._forward_backward.open()
             self._is_released = False
 
     def _update(self, figures: StepFigures, recipe: Recipe) -> StepFigures:
@@ -591,6 +591,8 @@ class Trainer:
 
     def _parts(self, rows: list[MicroBatch]) -> list[MicroBatch]:
         template, limit = self._template, self._execution.micro_batch_tokens
+        # Short rows are not joined to one that would be divided again.
+        limit = min(limit, self._execution.chunk_tokens or limit)
         if template.packing_limit is not None:
             limit = min(limit, template.packing_limit)
         # Of models with masks over all pairs, which would cost more than larger products save, rows stay as they are.

@@ -19,6 +19,7 @@ from horizon_server.errors import HorizonError
 from horizon_server.planning.ledger import LayerMemory
 from horizon_server.planning.machine import host_memory
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.store.layout import StoreLayout
 from horizon_server.store.model_files import CONFIG_FILE
 
 log = structlog.get_logger(__name__)
@@ -29,6 +30,11 @@ _MAX_REMEMBERED = 256
 _RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_rate", "time_decay")
 """Parts of names that tensors of recurrent layers have: state spaces, linear attention, delta rules, gated
 convolutions."""
+
+
+def is_recurrent(layout: StoreLayout) -> bool:
+    """Whether some layers keep a state from token to token, by the names of their tensors."""
+    return any(part in tensor.name for _, tensor in layout.tensors() for part in _RECURRENT)
 
 
 class LayerProbe:
@@ -44,8 +50,7 @@ class LayerProbe:
 
     def __call__(self, folder: ModelFolder) -> LayerMemory | None:
         """Return the count; None for models that the ledger's formulas cover, and where the child fails. Blocking."""
-        names = [tensor.name for _, tensor in folder.layout.tensors()]
-        scans = any(part in name for name in names for part in _RECURRENT)
+        scans = is_recurrent(folder.layout)
         if not scans and not folder.shape.num_score_planes:
             return None
         key = hashlib.sha256((folder.path / CONFIG_FILE).read_bytes()).hexdigest()

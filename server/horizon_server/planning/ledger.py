@@ -47,6 +47,9 @@ from horizon_server.store.adapters import MAGNITUDE, adapter_elements, first_nor
 from horizon_server.store.base_plane import can_be_shared, file_bytes, frozen_bytes
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
+NUM_STREAMED_SLOTS = 4
+"""Parts of a step whose hidden states are on the device at a time, where they come by chunk."""
+
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
 
@@ -177,6 +180,12 @@ def plan_memory(
     else:
         row_tokens = recipe.sequence_length
     row_tokens = min(row_tokens, tokens_per_step)
+    # Of the longest row that is computed in chunks, 0 where none is; of shorter ones a layer computes all tokens.
+    chunked_tokens = chunked_row_tokens(recipe, execution, longest=longest)
+    row_tokens = min(row_tokens, execution.chunk_tokens or row_tokens)
+    called_tokens = tokens_per_step - max(0, chunked_tokens - row_tokens)
+    # Head and embedding work part by part then.
+    edge_tokens = min(tokens_per_step, execution.chunk_tokens or tokens_per_step)
     element_bytes = execution.element_bytes
     formula_elements = layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
@@ -197,10 +206,13 @@ def plan_memory(
         + sent_row_bytes(layout, execution, recipe.tokens_per_step),
         "gradients": _gradient_slot_elements(layout, pages) * _FP32
         + lane_gradient_bytes(layout, execution, recipe.tokens_per_step),
-        "activations": on_device * element_bytes + residency.product_layers * product_bytes(folder, recipe, execution),
+        "activations": on_device * element_bytes
+        + residency.product_layers * product_bytes(folder, recipe, execution)
+        # Keys and values of one row, and their gradients.
+        + chunked_tokens * model.key_value_elements * (element_bytes + _FP32),
         "workspace": model.position_mask_bytes
         + (
-            call_bytes(model, row_tokens, tokens_per_step, element_bytes)
+            call_bytes(model, row_tokens, called_tokens, element_bytes)
             if scores is None
             else -(-tokens_per_step // row_tokens) * scores.call_at(row_tokens)
         ),
@@ -218,7 +230,8 @@ def plan_memory(
         layer_bytes += norm_input_elements(model, row_tokens) * element_bytes
     host = {
         **_plane_shares(layout, execution),
-        "activations": on_host * element_bytes,
+        "activations": (on_host + _key_value_elements_on_host(model, num_kept, tokens_per_step, chunked_tokens))
+        * element_bytes,
         "staging": _landing_bytes(layout, recipe.tokens_per_step, execution),
         "other": _process_bytes(layout, model, tokens_per_step, execution.num_threads) + first_norm_bytes(layout),
     }
@@ -227,15 +240,25 @@ def plan_memory(
         device["gradients"] += min(CAST_ELEMENTS, max(unit.trained_elements for unit in layout.units)) * _BF16
         # The buffer in which packed weights arrive.
         device["weights"] += max(unit.packed_bytes for unit in layout.units)
-        device["workspace"] += cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
+        device["workspace"] += cuda_working_bytes(layout, model, row_tokens, tokens_per_step, edge_tokens=edge_tokens)
+        device["workspace"] += uncovered_bytes
         device["workspace"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         host["other"] += CUDA_WORKER_BYTES
     else:
-        device["workspace"] += max(layer_bytes, chunk_bytes(model, tokens_per_step, element_bytes))
+        device["workspace"] += max(layer_bytes, chunk_bytes(model, edge_tokens, element_bytes))
         # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device.get("moments", 0) + device["gradients"]
-        host["other"] += heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes, counted=scores)
+        host["other"] += heap_bytes(
+            layout,
+            model,
+            row_tokens,
+            tokens_per_step,
+            element_bytes,
+            counted=scores,
+            called_tokens=called_tokens,
+            edge_tokens=edge_tokens,
+        )
         host["other"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         if in_fp8:
             # Products that are emulated widen both factors again.
@@ -260,6 +283,13 @@ def plan_memory(
         counters = counter_bytes(num_layers=model.num_hidden_layers, num_ranks=execution.num_ranks)
         host["activations"] += num_shared_planes(num_kept) * plane_bytes + counters
     return Ledger(host_bytes=host, device_bytes=device)
+
+
+def chunked_row_tokens(recipe: Recipe, execution: Execution, *, longest: int) -> int:
+    """Tokens of the longest row that is computed in chunks, where documents have up to `longest`; 0 where none is."""
+    # Rows of several documents are divided between these first.
+    row = min(longest if execution.micro_batch_tokens else recipe.sequence_length, recipe.tokens_per_step)
+    return row if 0 < execution.chunk_tokens < row else 0
 
 
 def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
@@ -420,11 +450,23 @@ def _activation_elements(
     if execution.parallel == "layers":
         # What a layer reads and what it writes; all else is in what the ranks share.
         return 2 * elements, 0
+    if execution.chunk_tokens and execution.activation_placement == "host":
+        # Parts come and go; on the host the input of every layer, and the last output, which becomes the gradient.
+        slot_tokens = min(execution.chunk_tokens, tokens_per_step)
+        host_elements = num_shared_planes(num_layers) * plane_elements_of(tokens_per_step, model.hidden_size)
+        return NUM_STREAMED_SLOTS * slot_tokens * model.hidden_size, host_elements
     if execution.activation_placement == "device":
         # Every layer's input, the last output and one gradient.
         return (num_layers + 2) * elements, 0
     # An input, an output and the gradient; on the host the input of every layer but the last.
     return 3 * elements, (num_layers - 1) * plane_elements_of(tokens_per_step, model.hidden_size)
+
+
+def _key_value_elements_on_host(model: ModelShape, num_layers: int, tokens_per_step: int, chunked_tokens: int) -> int:
+    """Keys and values between a layer's forward and its backward. All of a step may be rows in chunks."""
+    if not chunked_tokens:
+        return 0
+    return num_layers * plane_elements_of(tokens_per_step, model.key_value_elements)
 
 
 def _fp8_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, matmul: Matmul) -> int:

@@ -302,6 +302,11 @@ class ModelShape:
     kept_in_fp32: tuple[str, ...] = ()
     """Parts of names of parameters that are computed with in fp32 on a device that computes in bf16."""
 
+    @property
+    def key_value_elements(self) -> int:
+        """Of one token in one layer. Values count as large as keys."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
         """Read the sizes from the object in config.json; a multimodal config's text part counts.

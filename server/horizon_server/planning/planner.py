@@ -12,6 +12,7 @@ from typing import Any
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.network import interface_of
+from horizon_server.planning.chunks import check_chunks
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
@@ -241,6 +242,7 @@ class Planner:
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
             adds_up=spec.is_session,
             expert_page_elements=_page_elements(spec),
+            chunk_tokens=spec.train.chunk_tokens or 0,
             num_ranks=spec.nodes.least * spec.gpus.most,
             num_nodes=spec.nodes.least,
             wire=spec.train.wire,
@@ -356,6 +358,7 @@ class Planner:
         folder = open_for_training(path, spec.train)
         check_exact(folder, execution, spec.nodes)
         check_pages(folder, execution)
+        check_chunks(folder, spec)
         longest = folder.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             what = (
@@ -486,6 +489,7 @@ class Planner:
             grad_bytes=_grad_bytes(spec, compute_dtype),
             adds_up=spec.is_session,
             expert_page_elements=_page_elements(spec),
+            chunk_tokens=spec.train.chunk_tokens or 0,
         )
 
     def _check_devices(self, gpus: Span, kind: DeviceKind) -> None:

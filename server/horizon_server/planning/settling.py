@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.planning.chunks import SUGGESTED_CHUNKS, why_no_chunks
 from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.layer_deal import deal_layers
-from horizon_server.planning.ledger import LayerMemory, plan_memory
+from horizon_server.planning.ledger import LayerMemory, chunked_row_tokens, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import network_bytes, of_one_node, with_network
 from horizon_server.planning.objective import with_objective, with_weights
@@ -76,11 +77,18 @@ class Case:
         recipe, num_nodes = self.spec.train.recipe, execution.num_nodes
         # Experts that are chosen by value cannot be compiled, nor dropout.
         can_be = self.folder.shape.experts is None and not recipe.adapter_dropout
+        # Chunks are computed eagerly.
+        can_be = can_be and not self.chunked_tokens(execution)
         fused = execution.device_kind == "cuda" and can_be and self.compiles(execution)
         facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective, fused=fused)
         if num_nodes > 1:
             recipe = dataclasses.replace(recipe, tokens_per_step=-(-recipe.tokens_per_step // num_nodes))
         return work_of_step(self.folder, recipe, of_one_node(execution), facts=facts)
+
+    def chunked_tokens(self, execution: Execution) -> int:
+        """Tokens of the longest row that is computed in chunks; 0 where none is."""
+        longest = min(self.spec.train.sequence_length, self.longest_document or self.spec.train.sequence_length)
+        return chunked_row_tokens(self.spec.train.recipe, execution, longest=longest)
 
     def prediction(self, execution: Execution) -> StepPrediction | None:
         """How long it takes; None where the device's speed is not known."""
@@ -310,7 +318,7 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
 
     layout = case.folder.layout
     # Layers that run eagerly keep none.
-    keeps_products = case.layer is None and case.compiles(execution)
+    keeps_products = case.layer is None and case.compiles(execution) and not execution.chunk_tokens
     return choose_residency(
         step_s,
         room_bytes=room_bytes,
@@ -343,7 +351,7 @@ def _why_not(case: Case, execution: Execution, ledger: Ledger, others: Sequence[
         billions = case.folder.layout.num_parameters / 1e9
         held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
         return f"{short}; {held}: {_smaller(case, execution)}"
-    return f"{short}; {_advice(case, execution)}"
+    return f"{short}; {_with_chunks(case, execution, ledger) or _advice(case, execution)}"
 
 
 def _in_pages(case: Case, execution: Execution) -> str:
@@ -375,6 +383,23 @@ def _smaller(case: Case, execution: Execution) -> str:
         what = f"train.trainable: lora (adapters next to the frozen model) needs {size_text(ledger.host_total_bytes)}"
         return f"{what}, which fits" if adapted.fits(ledger, execution) else f"only a smaller model fits; {what}"
     return "only a smaller model fits"
+
+
+def _with_chunks(case: Case, execution: Execution, ledger: Ledger) -> str:
+    """What to do where a long row does not fit: compute it in chunks, where that fits; else empty."""
+    if why_no_chunks(case.folder, case.spec):
+        return ""
+    for chunk_tokens in SUGGESTED_CHUNKS:
+        chunked = dataclasses.replace(execution, chunk_tokens=chunk_tokens)
+        if (execution.chunk_tokens <= chunk_tokens and execution.chunk_tokens) or not case.chunked_tokens(chunked):
+            continue
+        chunked = _placed(case, chunked)
+        found = case.ledger(chunked)
+        if case.fits(found, chunked):
+            of_device = f"{size_text(found.device_total_bytes)} on the device instead of "
+            of_device += f"{size_text(ledger.device_total_bytes)}, {size_text(found.host_total_bytes)} of host memory"
+            return f"it would fit with train.chunk_tokens: {chunk_tokens} ({of_device})"
+    return ""
 
 
 def _advice(case: Case, execution: Execution) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
+from horizon_server.planning.ledger import chunked_row_tokens
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.pages import PagesPlan
 from horizon_server.planning.residency import packed_units, resident_units, skips_projection, state_units
@@ -122,7 +123,8 @@ class HeadWork:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes`
+    """What one unit moves. `offload_bytes` are layer inputs, or keys and values of rows in chunks, that wait on the
+    host, once down and once up; `clear_bytes`
     is the device memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves
     through host memory. What is trained of a `resident` unit goes up once a step. `unpack_bytes` is the device memory
     that is read and written while its packed weights become those that are computed with, whenever it goes up. A unit
@@ -194,7 +196,8 @@ class StepWork:
     lanes: int = 1
     """That the ranks divide where each computes its part of every layer."""
     hop_bytes: float = 0.0
-    """Of a hidden state of all tokens, which such ranks hand on through the host's memory."""
+    """Of a hidden state of all tokens, which such ranks hand on through the host's memory, or which waits there where
+    rows are computed in chunks."""
     head_hop_bytes: float = 0.0
     """Of it, what a rank's head reads."""
     longest_share: float = 1.0
@@ -209,7 +212,9 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
     of_rank = _Counter.of(folder, recipe, execution, facts, share=execution.num_ranks)
     own = whole if on_host else of_rank
     counter = whole if by_layers else own
-    hop_bytes = sum(whole.lengths) * folder.shape.hidden_size * execution.element_bytes if by_layers else 0
+    # Where rows are computed in chunks, hidden states come and go in the same way as from other ranks.
+    hops = by_layers or (execution.chunk_tokens > 0 and execution.activation_placement == "host")
+    hop_bytes = sum(whole.lengths) * folder.shape.hidden_size * execution.element_bytes if hops else 0
     return StepWork(
         num_tokens=recipe.tokens_per_step,
         hidden_size=folder.shape.hidden_size,
@@ -271,11 +276,14 @@ class _Counter:
         lengths, rows_together = _lengths(num_tokens, document), max(1, execution.micro_batch_tokens // document)
         # Micro-batches do not cross lanes, and rows are not divided.
         rows_together = min(rows_together, -(-len(lengths) // num_lanes))
+        parts = [min(rows_together * document, num_tokens)] * -(-len(lengths) // rows_together)
+        if chunk_tokens := chunked_row_tokens(recipe, execution, longest=document) and execution.chunk_tokens:
+            parts = [chunk_tokens for length in lengths for _ in range(-(-length // chunk_tokens))]
         return cls(
             folder=folder,
             lengths=lengths,
-            micro_batch_tokens=min(rows_together * document, num_tokens),
-            num_micro_batches=-(-len(lengths) // rows_together),
+            micro_batch_tokens=parts[0],
+            num_micro_batches=len(parts),
             recipe=recipe,
             execution=execution,
             facts=facts,
@@ -479,11 +487,12 @@ class _Counter:
         # The host's memory is its device's.
         on_device = set() if self._on_host else {unit.index for unit in state_units(layout, residency)}
         device_update_bytes = adamw_bytes_per_parameter(self.grad_bytes)
-        offload = (
-            sum(self.lengths) * self.folder.shape.hidden_size * self.element
-            if self.execution.activation_placement == "host"
-            else 0
-        )
+        offload, waits = 0, self.execution.activation_placement == "host"
+        if waits and not self.execution.chunk_tokens:
+            offload = sum(self.lengths) * self.folder.shape.hidden_size * self.element
+        keys = 0
+        if chunked_row_tokens(self.recipe, self.execution, longest=max(self.lengths)):
+            keys = sum(self.lengths) * self.folder.shape.key_value_elements * self.element
         return tuple(
             UnitTraffic(
                 upload_bytes=0
@@ -499,7 +508,7 @@ class _Counter:
                 * (self.clear_bytes(divided=True) + (device_update_bytes if unit.index in on_device else 0)),
                 update_bytes=0 if unit.index in on_device else unit.trained_elements * self.update_bytes,
                 # The last layer's input is still on the device when backward begins.
-                offload_bytes=offload if unit is not units[-1] else 0,
+                offload_bytes=keys + (offload if unit is not units[-1] else 0),
                 unpack_bytes=0 if unit.index in resident else self._unpack_bytes(unit),
                 resident=unit.index in resident,
                 peer_up_bytes=self._peers_up(

@@ -79,10 +79,10 @@ def unpacking_bytes(layout: StoreLayout) -> int:
     return max((min(t.num_elements, PACKED_PIECE_ELEMENTS) * per_element[t.packing] for t in packed), default=0)
 
 
-def chunk_bytes(model: ModelShape, tokens_per_step: int, element_bytes: int) -> int:
+def chunk_bytes(model: ModelShape, edge_tokens: int, element_bytes: int) -> int:
     """A logits chunk on the host: the logits, which become their own gradient, and three hidden states that autograd
     keeps."""
-    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
+    chunk_tokens = min(edge_tokens, logits_chunk_tokens(model.vocab_size))
     return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * element_bytes
 
 
@@ -178,10 +178,12 @@ def routing_bytes(model: ModelShape, tokens_per_step: int) -> int:
     return tokens_per_step * model.experts.num_experts_per_token * (2 * 8 + 2 * _FP32)
 
 
-def cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
+def cuda_working_bytes(
+    layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int, *, edge_tokens: int
+) -> int:
     """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name: a layer's backward, a
-    logits chunk, or the rows of the embedding. A test tracks the allocations of the real code in bf16 and compares; no
-    GPU has confirmed it yet.
+    logits chunk, or the rows of the embedding; head and embedding see `edge_tokens` at once. A test tracks the
+    allocations of the real code in bf16 and compares; no GPU has confirmed it yet.
     """
     vocabulary, hidden = model.vocab_size, model.hidden_size
     # Scores in fp32 and in bf16, and the gradients of both.
@@ -189,10 +191,10 @@ def cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, 
     layer_bytes = _cuda_layer_bytes(layout, model, row_tokens) + scores_bytes
     # The logits, which become their own gradient, until the backward of the norm before them is over. The projection's
     # goes to its slot.
-    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(vocabulary, "cuda"))
+    chunk_tokens = min(edge_tokens, logits_chunk_tokens(vocabulary, "cuda"))
     head_bytes = chunk_tokens * (vocabulary * _BF16 + hidden * _NORM_BACKWARD_BYTES)
     # Some tokens' gradients and those of all rows in use.
-    added_tokens = min(tokens_per_step, EMBEDDING_GRADIENT_TOKENS)
+    added_tokens = min(edge_tokens, EMBEDDING_GRADIENT_TOKENS)
     row_bytes = (min(tokens_per_step, vocabulary) + added_tokens) * hidden * _FP32
     return max(layer_bytes, head_bytes, row_bytes) + tokens_per_step * TOKEN_BYTES + CUBLAS_BYTES
 
@@ -254,9 +256,12 @@ def heap_bytes(
     element_bytes: int,
     *,
     counted: CountedScores | None = None,
+    called_tokens: int,
+    edge_tokens: int,
 ) -> int:
     """The heap of a worker that computes on the host, calibrated against peak RSS. `counted` replaces the planes of
-    scores.
+    scores; `called_tokens` of a step are those whose tables are there at once, and `edge_tokens` those
+    that head and embedding see at once.
 
     The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
     add up instead of sharing their room: one layer's backward, one logits chunk, the embedding rows in both directions.
@@ -276,14 +281,14 @@ def heap_bytes(
     layer_elements = small_elements + unfused_elements + largest_weight
     # Logits, the gradient of their hidden states, and a block of rows in fp32; where weights are in bf16, the
     # projection's gradient too.
-    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
+    chunk_tokens = min(edge_tokens, logits_chunk_tokens(model.vocab_size))
     head_bytes = chunk_tokens * (model.vocab_size + model.hidden_size) * element_bytes
     head_bytes += 3 * max(_BLOCK_ELEMENTS, model.vocab_size) * _FP32
     if element_bytes == _BF16:
         head_bytes += model.hidden_size * model.vocab_size * _BF16
     num_rows = min(tokens_per_step, model.vocab_size)
     row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
-    calls = call_bytes(model, row_tokens, tokens_per_step, element_bytes)
+    calls = call_bytes(model, row_tokens, called_tokens, element_bytes)
     if counted is not None:
         # A mask is made of another one.
         calls = (-(-tokens_per_step // row_tokens) + 1) * counted.call_at(row_tokens)

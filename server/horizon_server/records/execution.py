@@ -86,9 +86,9 @@ NOTHING_STAYS = Residency()
 class Execution:
     """On what a job computes, in which numbers, and where things are meanwhile. None of it is part of the job's spec.
 
-    It changes memory and speed and never the result, but for rounding: `compute_dtype`, `micro_batch_tokens` and
-    `lanes` (also what dropout and noise draw), `num_threads` and `head_chunk_tokens` decide in which numbers and in
-    which order sums are made.
+    It changes memory and speed and never the result, but for rounding: `compute_dtype`, `micro_batch_tokens`,
+    `chunk_tokens` and `lanes` (also what dropout and noise draw), `num_threads` and `head_chunk_tokens` decide in which
+    numbers and in which order sums are made.
     """
 
     device_kind: DeviceKind = "host"
@@ -132,6 +132,8 @@ class Execution:
     micro_batch_tokens: int = 0
     """Where the model keeps documents apart, they are computed up to this many tokens at a time, whatever row they are
     in; 0 computes row by row."""
+    chunk_tokens: int = 0
+    """Tokens of a micro-batch that layers compute at once, where it has more; 0 computes each as a whole."""
     residency: Residency = NOTHING_STAYS
     expert_page_elements: int = 0
     """Where the experts of a layer come in pages, the most elements of one (a single expert may have more); 0 where

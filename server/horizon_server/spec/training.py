@@ -178,6 +178,16 @@ class TrainSpec(Section):
         "have the same bits in any case.",
     )
 
+    chunk_tokens: int | None = Field(
+        default=None,
+        ge=64,
+        le=1_048_576,
+        description="Layers compute a row of more tokens in chunks of this many, so that only its keys and values grow "
+        "with it on the device, and their gradients; they wait in host memory between a layer's forward and its "
+        "backward. The result is that of whole rows but for rounding, shorter rows are computed as without it, and "
+        "layers run eagerly on chunks. For one device, and for models whose tokens meet in attention alone. Null "
+        "computes every row at once.",
+    )
     lanes: Lanes | None = Field(
         default=None,
         description="Parts that each step is divided into, whose gradients are summed by themselves and then in a "

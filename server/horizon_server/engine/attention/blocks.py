@@ -43,17 +43,25 @@ class _Block:
 
 
 def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, first_seen_T: Tensor, sinks: Tensor, rule: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first_seen_T: Tensor,
+    sinks: Tensor,
+    rule: Scores,
+    *,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The output [T, heads, E] and the logarithm of each query's sum of exponentials [heads, T].
 
-    Query, key and value are [heads, T, E]; `first_seen_T` is the first key that each query sees, on the CPU.
+    Query, key and value are [heads, T, E]; `first_seen_T` is the first key that each query sees, on the CPU. The first
+    query is `ahead` tokens after the first key, and keys may end before it: each query sees one key at least.
     """
     num_heads, num_tokens, _ = query.shape
     groups, per_group = key.shape[0], num_heads // key.shape[0]
     output = query.new_empty(num_tokens, num_heads, value.shape[-1])
     logsumexp = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    for block in _blocks(first_seen_T, num_heads=num_heads, device=query.device):
+    for block in _blocks(first_seen_T, key, num_heads=num_heads, ahead=ahead):
         query_GRBE = torch.unflatten(query[:, block.queries], 0, (groups, per_group))
         key_GKE, value_GKE = key[:, block.keys], value[:, block.keys]
         scores, _ = _scores(query_GRBE, key_GKE, block, rule)
@@ -77,16 +85,18 @@ def gradients_in_blocks(
     first_seen_T: Tensor,
     sinks: Tensor,
     rule: Scores,
+    *,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and value [heads, T, E], and of the sinks (empty without). `gradient` and `output`
-    are [T, heads, E]."""
+    are [T, heads, E]; `ahead` is as in `attend_in_blocks`."""
     num_heads, groups = query.shape[0], key.shape[0]
     per_group = num_heads // groups
     for_query = torch.empty_like(query)
     # In fp32, because every block adds to them.
     for_key, for_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
     dot_HT = (gradient.float() * output.float()).sum(-1).transpose(0, 1)
-    for block in _blocks(first_seen_T, num_heads=num_heads, device=query.device):
+    for block in _blocks(first_seen_T, key, num_heads=num_heads, ahead=ahead):
         query_GRBE = torch.unflatten(query[:, block.queries], 0, (groups, per_group))
         key_GKE, value_GKE = key[:, block.keys], value[:, block.keys]
         scores, slope = _scores(query_GRBE, key_GKE, block, rule)
@@ -122,19 +132,19 @@ def _scores(query_GRBE: Tensor, key_GKE: Tensor, block: _Block, rule: Scores) ->
     return scores.masked_fill_(block.hidden_BK, -torch.inf), slope
 
 
-def _blocks(first_seen_T: Tensor, *, num_heads: int, device: torch.device) -> Iterator[_Block]:
+def _blocks(first_seen_T: Tensor, key: Tensor, *, num_heads: int, ahead: int) -> Iterator[_Block]:
     """The queries of a row in blocks, each with the keys that any of them sees."""
-    num_tokens = first_seen_T.numel()
-    places_T = torch.arange(num_tokens)
-    most_keys = int((places_T - first_seen_T).max()) + 1
+    num_tokens, num_keys, device = first_seen_T.numel(), key.shape[1], key.device
+    places_T, places_K = torch.arange(ahead, ahead + num_tokens), torch.arange(num_keys)
+    most_keys = min(num_keys, int((places_T - first_seen_T).max()) + 1)
     size = _SCORES.get(device.type, _SCORES["cpu"]) // (num_heads * most_keys)
     size = max(_MIN_BLOCK, min(_MAX_BLOCK, size))
-    places_T, first_placed_T = (tensor.to(device, non_blocking=True) for tensor in (places_T, first_seen_T))
     # The first key that a query sees never decreases along a row.
     first_keys = first_seen_T[::size].tolist()
+    places_T, places_K, first_seen_T = (t.to(device, non_blocking=True) for t in (places_T, places_K, first_seen_T))
     for start, first_key in zip(range(0, num_tokens, size), first_keys, strict=True):
         queries = slice(start, min(start + size, num_tokens))
-        keys = slice(first_key, queries.stop)
-        keys_K = places_T[keys]
-        hidden_BK = (keys_K > places_T[queries, None]) | (keys_K < first_placed_T[queries, None])
+        keys = slice(first_key, min(ahead + queries.stop, num_keys))
+        keys_K = places_K[keys]
+        hidden_BK = (keys_K > places_T[queries, None]) | (keys_K < first_seen_T[queries, None])
         yield _Block(queries=queries, keys=keys, hidden_BK=hidden_BK)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from horizon_server.engine.attention.chunked import ChunkedRow
 from horizon_server.engine.attention.kept import KeptRow
 from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.engine.autograd_function import with_signature
@@ -47,7 +48,7 @@ def horizon_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | KeptRow,
+    attention_mask: Tensor | KeptRow | ChunkedRow,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -59,7 +60,7 @@ def horizon_attention(
 
     A trial has compared what else a layer passes (`trial`), so the rest is ignored.
     """
-    if isinstance(attention_mask, KeptRow):
+    if isinstance(attention_mask, (KeptRow, ChunkedRow)):
         grown = attention_mask.attend(
             query, key, value, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
         )

@@ -31,7 +31,7 @@ _MIN_CAPABILITY = (8, 0)
 _BF16_LENGTHS = 64
 # Backward of a shorter document in bf16 runs in fp32 on a CPU: what torch's kernel does once per head takes longer than
 # its products.
-_MIN_BF16_BACKWARD = 384
+MIN_BF16_BACKWARD = 384
 _uses_fused = True
 
 
@@ -144,7 +144,7 @@ def _all_at_once(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, 
     size = value.shape[-1]
     placed, longest = _placed(boundaries, query.device), _longest(boundaries.tolist())
     output, logsumexp, *_ = _aten._flash_attention_forward(
-        *(tensor[0].transpose(0, 1) for tensor in _of_one_size(query, key, value)),
+        *(tensor[0].transpose(0, 1) for tensor in of_one_size(query, key, value)),
         placed,
         placed,
         longest,
@@ -170,7 +170,7 @@ def _gradients_at_once(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` by the fused kernel of a GPU."""
     sizes = [tensor.shape[-1] for tensor in (query, key, value)]
-    query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
+    query, key, value, gradient, output = of_one_size(query, key, value, gradient, output)
     placed, longest = _placed(boundaries, query.device), _longest(boundaries.tolist())
     # Of dropout, which there is none of; the kernel's signature asks for them.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -243,10 +243,10 @@ def _gradients_by_own_kernel(
 def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:
     """`attention` by the fused kernel of a CPU."""
     size = value.shape[-1]
-    query, key, value = _of_one_size(query, key, value)
+    query, key, value = of_one_size(query, key, value)
     shape = (1, query.shape[2], query.shape[1], size)
     output, logsumexp = query.new_empty(shape), query.new_empty(shape[2], shape[1], dtype=torch.float32)
-    query, key, value = _grouped(query, key, value)
+    query, key, value = grouped_heads(query, key, value)
     for start, stop in pairwise(boundaries.tolist()):
         document = (_filled(tensor, start, stop, query.dtype) for tensor in (query, key, value))
         mixed, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*document, 0.0, True, scale=rule.scale)
@@ -267,16 +267,16 @@ def _gradients_by_document(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` by the fused kernel of a CPU."""
     results = [_like(tensor) for tensor in (query, key, value)]
-    query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
+    query, key, value, gradient, output = of_one_size(query, key, value, gradient, output)
     groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
     gradient, output = (
         torch.unflatten(tensor.transpose(1, 2)[0], 0, (groups, per_group)) for tensor in (gradient, output)
     )
-    query, key, value = _grouped(query, key, value)
+    query, key, value = grouped_heads(query, key, value)
     sums = torch.unflatten(logsumexp, 0, (groups, per_group))
     for start, stop in pairwise(boundaries.tolist()):
         given = (gradient, query, key, value, output, sums)
-        dtype = query.dtype if stop - start >= _MIN_BF16_BACKWARD else torch.float32
+        dtype = query.dtype if stop - start >= MIN_BF16_BACKWARD else torch.float32
         document = (_filled(tensor, start, stop, dtype) for tensor in given)
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*document, 0.0, True, scale=rule.scale)
         # Heads that share a key add to its gradient.
@@ -288,13 +288,18 @@ def _gradients_by_document(
 
 def _has_kernel(query: Tensor, ends: list[int], sinks: Tensor, rule: Scores) -> bool:
     """Whether a fused kernel computes this: causal attention within documents, and windows on a GPU."""
-    if sinks.numel() or rule.softcap or not _uses_fused:
+    if sinks.numel() or rule.softcap or not runs_fused(query):
         return False
+    return query.is_cuda or not 0 < rule.window < _longest(ends)
+
+
+def runs_fused(query: Tensor) -> bool:
+    """Whether a fused kernel takes these heads, where there is nothing but scores."""
     if query.is_cuda:
         is_half = query.dtype in (torch.bfloat16, torch.float16)
         is_new = torch.cuda.get_device_capability(query.device) >= _MIN_CAPABILITY
-        return is_half and is_new and query.shape[-1] <= _MAX_HEAD
-    return query.device.type == "cpu" and not 0 < rule.window < _longest(ends)
+        return _uses_fused and is_half and is_new and query.shape[-1] <= _MAX_HEAD
+    return _uses_fused and query.device.type == "cpu"
 
 
 def _first_seen(ends: list[int], window: int) -> Tensor:
@@ -319,7 +324,7 @@ def _window(window: int, longest: int) -> dict[str, int | None]:
     return {"window_size_left": window - 1, "window_size_right": 0} if 0 < window < longest else {}
 
 
-def _of_one_size(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def of_one_size(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """With zeros after the shorter heads, because kernels want queries, keys and values of one size: they change no
     product."""
     size = max(query.shape[-1], value.shape[-1])
@@ -331,7 +336,7 @@ def _of_one_size(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> 
     )
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[groups, heads of a group, T, E], where keys and values are seen by every head of their group without a copy."""
     groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
     key, value = (tensor[0][:, None].expand(-1, per_group, -1, -1) for tensor in (key, value))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
+from horizon_server.engine.attention.chunked import ChunkedRow, KeySizes
 from horizon_server.engine.attention.function import NAME, horizon_attention
 from horizon_server.engine.attention.kept import KeptRow
 from horizon_server.engine.layer_stubs import RUN_ERRORS, LayerCall
@@ -48,9 +49,10 @@ class _NotServed(Exception):
 @dataclass(frozen=True, kw_only=True)
 class OwnAttention:
     """The layers of a model are served: `slots` of each take the boundaries of the row's documents in the place of a
-    mask."""
+    mask. `keys` are the sizes of the keys of each attention call of a layer."""
 
     slots: tuple[frozenset[Slot], ...]
+    keys: tuple[tuple[KeySizes, ...], ...]
 
     def with_boundaries(self, calls: Sequence[LayerCall], boundaries: Tensor) -> list[LayerCall]:
         """The calls of a row with its boundaries."""
@@ -61,8 +63,8 @@ class OwnAttention:
         """Whether every layer attends, so that none keeps anything else of a sequence."""
         return all(self.slots)
 
-    def with_kept(self, layer: int, call: LayerCall, kept: KeptRow) -> LayerCall:
-        """A layer's call with what is kept of the row's sequences."""
+    def with_kept(self, layer: int, call: LayerCall, kept: KeptRow | ChunkedRow) -> LayerCall:
+        """A layer's call with what is kept of the row's sequences, or of its earlier chunks."""
         return _filled(call, self.slots[layer], kept)
 
 
@@ -82,8 +84,8 @@ def find_own_attention(
         _choose(configs, _TRIAL)
         packed_T = torch.cat([torch.arange(length) for length in _DOCUMENTS])
         packed, alone = calls_of(packed_T), calls_of(torch.arange(sum(_DOCUMENTS)))
-        tried: dict[object, frozenset[Slot]] = {}
-        slots = []
+        tried: dict[object, _Found] = {}
+        found_in = []
         for group, packed_call, alone_call in zip(groups, packed, alone, strict=True):
             marks = _marks(packed_call)
             # Equal layers can be given different masks, and the same mask is given to many layers.
@@ -91,12 +93,13 @@ def find_own_attention(
             if key not in tried:
                 trial = _LayerTrial(packed=marks, alone=_marks(alone_call), usual=str(usual))
                 tried[key] = trial.run(layers[group], packed_call, hidden_size=hidden_size)
-            slots.append(tried[key])
+            found_in.append(tried[key])
+        slots = tuple(found.slots for found in found_in)
         if not any(slots):
             raise _NotServed("no layer uses attention that can be replaced")
         _choose(configs, NAME)
-        for call, found in zip(calls_of(packed_T), slots, strict=True):
-            if any(_argument(call, slot) is not None for slot in found):
+        for call, of_layer in zip(calls_of(packed_T), slots, strict=True):
+            if any(_argument(call, slot) is not None for slot in of_layer):
                 raise _NotServed("a mask is made even where none is asked for")
     except (_NotServed, *RUN_ERRORS) as error:
         for config, name in zip(configs, before, strict=True):
@@ -105,7 +108,7 @@ def find_own_attention(
             return str(error)
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
         return f"it does not run with marks in the place of masks ({type(error).__name__}: {first_line[:200]})"
-    return OwnAttention(slots=tuple(slots))
+    return OwnAttention(slots=slots, keys=tuple(found.keys for found in found_in))
 
 
 class _Mark(Tensor):
@@ -129,6 +132,14 @@ def _mark(*, mask_function: Callable[..., Tensor], attention_mask: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Found:
+    """Of a layer: the slots that take the boundaries, none where it uses no attention, and the keys of each call."""
+
+    slots: frozenset[Slot]
+    keys: tuple[KeySizes, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _LayerTrial:
     """The run of one layer: `packed` and `alone` are the marks that it is given in a packed row, and for a single
     document."""
@@ -137,8 +148,8 @@ class _LayerTrial:
     alone: Mapping[Slot, _Mark]
     usual: str
 
-    def run(self, layer: nn.Module, call: LayerCall, *, hidden_size: int) -> frozenset[Slot]:
-        """The slots that take the boundaries; none where the layer uses no attention.
+    def run(self, layer: nn.Module, call: LayerCall, *, hidden_size: int) -> _Found:
+        """What the layer uses of attention.
 
         Raises:
             _NotServed: the layer's attention is another one.
@@ -147,6 +158,7 @@ class _LayerTrial:
         layer = copy.deepcopy(layer).to("meta")
         hidden_1TD = torch.empty(1, sum(_DOCUMENTS), hidden_size, device="meta")
         used: set[Slot] = set()
+        keys: list[KeySizes] = []
         real: dict[int, Tensor] = {}
 
         def without_storage(tensor: Tensor) -> Tensor:
@@ -171,6 +183,7 @@ class _LayerTrial:
             options = tree_map_only(Tensor, lambda tensor: real.get(id(tensor), tensor), options)
             self._compare(module, query, key, value, slot, options)
             used.add(slot)
+            keys.append(KeySizes(heads=key.shape[1], key=key.shape[-1], value=value.shape[-1]))
             return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
         with _registered(attention):
@@ -182,7 +195,7 @@ class _LayerTrial:
                 # was before that.
                 if unseen or (self.packed and not used):
                     raise
-        return frozenset(used)
+        return _Found(slots=frozenset(used), keys=tuple(keys))
 
     def _compare(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, slot: Slot, options: dict[str, Any]
@@ -288,7 +301,7 @@ def _argument(call: LayerCall, slot: Slot) -> Any:
     return call.args[slot] if isinstance(slot, int) else call.kwargs[slot]
 
 
-def _filled(call: LayerCall, slots: frozenset[Slot], value: Tensor | KeptRow) -> LayerCall:
+def _filled(call: LayerCall, slots: frozenset[Slot], value: Tensor | KeptRow | ChunkedRow) -> LayerCall:
     args = tuple(value if index in slots else argument for index, argument in enumerate(call.args))
     return replace(call, args=args, kwargs={**call.kwargs, **{s: value for s in slots if isinstance(s, str)}})
 

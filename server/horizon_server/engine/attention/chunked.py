@@ -1,0 +1,188 @@
+"""Attention of a long row that a layer computes chunk by chunk: what a layer gets in a mask's place.
+
+Forward goes up the chunks, and each leaves its keys and values for those after it. Backward goes down: the attention of
+a chunk adds its part to the gradients of all keys and values before it, so that those of a chunk are complete when its
+own turn comes.
+
+Shapes: T = tokens of the chunk, N = tokens of the row, G = key heads, E = size of a head, of keys or of values.
+Source: OOMB (arXiv 2602.02108) and FPDT (arXiv 2408.16978), here without anything left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.attention.blocks import Scores
+from horizon_server.engine.attention.kernels import attention, attention_backward
+from horizon_server.engine.attention.past import attend_to_past, gradients_of_past
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySizes:
+    """Key heads of a layer, and the sizes of a key and of a value."""
+
+    heads: int
+    key: int
+    value: int
+
+    @property
+    def elements(self) -> int:
+        """Of one token."""
+        return self.heads * (self.key + self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowChunk:
+    """Tokens `first` to `stop` of a row of `row_tokens`, of whose chunks it has this `number`.
+
+    The document that goes on from the chunk before starts at `seen`, which is `first` where none does. `before` counts
+    the tokens of the pass's chunked rows before this one.
+    """
+
+    number: int
+    first: int
+    stop: int
+    seen: int
+    row_tokens: int
+    before: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the row ends with it, where backward begins."""
+        return self.stop == self.row_tokens
+
+
+class ChunkedRow:
+    """In a mask's place: attends for one chunk of a row, in one layer.
+
+    `keys` and `values` [1, G, N, E] are those of the whole row, in the compute dtype; here the chunk's own are written.
+    `for_keys` and `for_values`, of the same shapes in fp32, are the gradients that the chunks after this one have added
+    up; None where there is no backward. `boundaries` are those of the documents, or parts of them, in the chunk; at
+    most `block_tokens` keys are looked at together.
+    """
+
+    def __init__(
+        self,
+        chunk: RowChunk,
+        boundaries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        gradients: tuple[Tensor, Tensor] | None = None,
+        *,
+        block_tokens: int,
+    ) -> None:
+        self._chunk, self._boundaries, self._block_tokens = chunk, boundaries, block_tokens
+        self._keys, self._values, self._gradients = keys, values, gradients
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `function.attend`, over the row's earlier chunks too. Shapes: [1, heads, T, E] to [1, T, heads, E]."""
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        rule = Scores(scale=float(scale), window=int(window or 0), softcap=float(softcap or 0.0))
+        sinks = query.new_empty(0) if sinks is None else sinks
+        output: Tensor = _ChunkAttention.apply(query, key, value, sinks, self, rule)  # type: ignore[no-untyped-call]
+        return output
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:
+        """The output and the logarithm of each query's sum of exponentials [heads, T]."""
+        own = slice(self._chunk.first, self._chunk.stop)
+        self._keys[:, :, own], self._values[:, :, own] = key, value
+        output, sums = attention(query, key, value, self._boundaries, sinks, rule.scale, rule.window, rule.softcap)
+        if queries := self._seeing(rule):
+            early, early_sums, merged = query[:, :, :queries], sums[:, :queries], output[:, :queries].float()
+            for keys, ahead in self._past(rule):
+                found, found_sums = attend_to_past(
+                    early, self._keys[:, :, keys], self._values[:, :, keys], rule, ahead=ahead
+                )
+                both = torch.logaddexp(early_sums, found_sums)
+                share = (early_sums - both).exp_().transpose(0, 1)[..., None]
+                merged = torch.lerp(found.float(), merged, share)
+                early_sums = both
+            output[:, :queries], sums[:, :queries] = merged.to(output.dtype), early_sums
+        return output, sums
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        rule: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of query, key, value and sinks; those of earlier keys and values are added to."""
+        assert self._gradients is not None, "a pass with a backward"
+        for_keys, for_values = self._gradients
+        for_query, for_key, for_value, for_sinks = attention_backward(
+            gradient, query, key, value, output, sums, self._boundaries, sinks, rule.scale, rule.window, rule.softcap
+        )
+        if queries := self._seeing(rule):
+            # In fp32, because every block of keys adds to them.
+            of_early = for_query[:, :, :queries].float()
+            early = (gradient[:, :queries], query[:, :, :queries])
+            results = (output[:, :queries], sums[:, :queries])
+            for keys, ahead in self._past(rule):
+                of_block, of_keys, of_values = gradients_of_past(
+                    *early, self._keys[:, :, keys], self._values[:, :, keys], *results, rule, ahead=ahead
+                )
+                of_early += of_block
+                for_keys[:, :, keys] += of_keys
+                for_values[:, :, keys] += of_values
+            for_query[:, :, :queries] = of_early
+        own = slice(self._chunk.first, self._chunk.stop)
+        # What the chunks after this one have added is all there is.
+        return for_query, for_key + for_keys[:, :, own], for_value + for_values[:, :, own], for_sinks
+
+    def _seeing(self, rule: Scores) -> int:
+        """How many of the chunk's queries, the first ones, see keys before it."""
+        if self._chunk.seen == self._chunk.first:
+            return 0
+        num_tokens = int(self._boundaries[1])
+        return min(num_tokens, rule.window - 1) if rule.window else num_tokens
+
+    def _past(self, rule: Scores) -> Iterator[tuple[slice, int]]:
+        """The keys before the chunk in blocks, and how far the chunk's first query is ahead of each block's first
+        key."""
+        chunk = self._chunk
+        if rule.window:
+            # Not in blocks, of which some query would see nothing.
+            lowest = max(chunk.seen, chunk.first - rule.window + 1)
+            yield slice(lowest, chunk.first), chunk.first - lowest
+            return
+        for start in range(chunk.seen, chunk.first, self._block_tokens):
+            yield slice(start, min(start + self._block_tokens, chunk.first)), chunk.first - start
+
+
+class _ChunkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, row: ChunkedRow, rule: Scores
+    ) -> Tensor:
+        output, sums = row.forward(query, key, value, sinks, rule)
+        ctx.save_for_backward(query, key, value, sinks, output, sums)
+        ctx.row, ctx.rule = row, rule
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, sums = ctx.saved_tensors
+        for_query, for_key, for_value, for_sinks = ctx.row.backward(
+            gradient, query, key, value, sinks, output, sums, ctx.rule
+        )
+        return for_query, for_key.to(key.dtype), for_value.to(value.dtype), for_sinks, None, None
