@@ -78,7 +78,7 @@ def measure_bandwidth(
     ]
     addresses = [ctypes.addressof(first_byte) for first_byte in touched]
     segments = (native.Segment * 1)(native.Segment(0, num_parameters, 1.0, 1.0))
-    scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3)
+    scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3, 7.3)
 
     def seconds_of_pair() -> tuple[float, float]:
         start = time.perf_counter()

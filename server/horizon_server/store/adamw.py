@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,12 @@ import torch
 
 from horizon_server.store import native, reference
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import TensorLayout
+from horizon_server.store.layout import COMPRESSED_GROUP, COMPRESSED_PLANES, TensorLayout, UnitLayout
 from horizon_server.store.native import Scalars, Segment
+
+# Of first moments to roots of second ones, where the rates of decay set no bound; in fp32, and so are its products with
+# most roots.
+_UNBOUNDED, _MOST_LOG = 1e30, 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,7 @@ def update_unit(
     only: Set[str] | None = None,
     part: slice | None = None,
 ) -> None:
-    """Update `hi`, `lo`, `exp_avg` and `exp_avg_sq` of one unit from its gradient, which stays as it is.
+    """Update weights and moments of one unit, compressed ones among them, from its gradient, which stays as it is.
 
     Weight decay applies where the layout says so, and the learning rate is scaled as it says; padding is not touched.
     With `only`, the unit's other tensors are not touched either: a tensor without a gradient is not decayed and keeps
@@ -85,19 +90,69 @@ def update_unit(
     grads = store.unit(unit_index, "grad")[part] if grad is None else grad
     assert grads.shape == (num_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
     assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
+    cut = min(max(unit.compressed_elements, part.start), part.stop)
+    for stretch, update in ((slice(part.start, cut), _update_compressed), (slice(cut, part.stop), _update_exact)):
+        if segments := _segments(unit, hyper, stretch, only):
+            views = partial(_views, store, unit, stretch)
+            update(views, grads[stretch.start - part.start : stretch.stop - part.start], segments, hyper, num_threads)
+
+
+_Segments = ctypes.Array[Segment]
+_Views = Callable[[Sequence[str]], list[torch.Tensor]]
+
+
+def _segments(unit: UnitLayout, hyper: AdamWStep, stretch: slice, only: Set[str] | None) -> _Segments | None:
+    """The tensors of a stretch of a unit, counted from its beginning; None where none is updated."""
     found = []
     for tensor in unit.tensors:
-        begin, end = max(tensor.offset, part.start), min(tensor.offset + tensor.num_elements, part.stop)
+        begin, end = max(tensor.offset, stretch.start), min(tensor.offset + tensor.num_elements, stretch.stop)
         if tensor.trained and begin < end and (only is None or tensor.name in only):
-            found.append(Segment(begin - part.start, end - begin, _decay_factor(tensor, hyper), tensor.lr_scale))
-    segments = (Segment * len(found))(*found)
-    scalars = _scalars(hyper)
-    views = [store.unit(unit_index, plane)[part] for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
+            found.append(Segment(begin - stretch.start, end - begin, _decay_factor(tensor, hyper), tensor.lr_scale))
+    return (Segment * len(found))(*found) if found else None
+
+
+def _views(store: HostStore, unit: UnitLayout, stretch: slice, planes: Sequence[str]) -> list[torch.Tensor]:
+    return [store.plane(plane)[store.layout.part_in(plane, unit, stretch)] for plane in planes]
+
+
+def _update_exact(
+    views: _Views, grads: torch.Tensor, segments: _Segments, hyper: AdamWStep, num_threads: int
+) -> None:
+    planes, scalars = views(("hi", "lo", "exp_avg", "exp_avg_sq")), _scalars(hyper)
     if (kernel := native.library()) is None:
-        _update_by_reference(views, grads, segments, scalars)
+        _update_by_reference(planes, grads, segments, scalars)
         return
-    pointers = [view.data_ptr() for view in (*views, grads)]
+    pointers = [view.data_ptr() for view in (*planes, grads)]
     kernel.hz_adamw(*pointers, grads.dtype == torch.bfloat16, segments, len(segments), scalars, num_threads)
+
+
+def _update_compressed(
+    views: _Views, grads: torch.Tensor, segments: _Segments, hyper: AdamWStep, num_threads: int
+) -> None:
+    planes, scalars, dither = views(("hi", *COMPRESSED_PLANES)), _scalars(hyper), reference.dither_of(hyper.step)
+    if (kernel := native.library()) is None:
+        hi, lo, first, root, scales = planes
+        for segment in segments:
+            part = slice(segment.offset, segment.offset + segment.num_elements)
+            groups = slice(part.start // COMPRESSED_GROUP * 2, -(-part.stop // COMPRESSED_GROUP) * 2)
+            reference.adamw_compressed(
+                hi[part].view(torch.uint16).numpy(),
+                lo[part].numpy(),
+                first[part].numpy(),
+                root[part].numpy(),
+                scales[groups].view(torch.uint16).numpy(),
+                _raw(grads[part]),
+                segment.decay_factor,
+                segment.step_scale,
+                scalars,
+                dither,
+            )
+        return
+    pointers = [view.data_ptr() for view in (*planes, grads)]
+    is_bf16 = grads.dtype == torch.bfloat16
+    kernel.hz_adamw_compressed(
+        *pointers, is_bf16, segments, len(segments), scalars, dither.ctypes.data, num_threads
+    )
 
 
 def update_rows(
@@ -206,7 +261,24 @@ def _scalars(hyper: AdamWStep) -> Scalars:
         one_minus_beta2=1 - hyper.beta2,
         scaled_eps=factor * hyper.eps,
         scaled_step_size=factor * hyper.learning_rate / (1 - hyper.beta1**hyper.step),
+        most_ratio=_most_ratio(hyper),
     )
+
+
+def _most_ratio(hyper: AdamWStep) -> float:
+    """How often a first moment can be the root of the second, whatever the gradients were: the inequality of Cauchy and
+    Schwarz on the two sums (1 - beta1) * beta1^i * g_i and (1 - beta2) * beta2^i * g_i^2."""
+    ratio, steps = hyper.beta1**2 / hyper.beta2 if hyper.beta2 else math.inf, hyper.step
+    if not hyper.beta1:
+        total = 1.0
+    elif ratio == 1:
+        total = float(steps)
+    # A power that no float holds bounds nothing.
+    elif ratio > 1 and steps * math.log(ratio) > _MOST_LOG:
+        return _UNBOUNDED
+    else:
+        total = (1 - ratio**steps) / (1 - ratio)
+    return min(_UNBOUNDED, (1 - hyper.beta1) * math.sqrt(total / (1 - hyper.beta2)))
 
 
 def _update_by_reference(
