@@ -129,6 +129,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8", "fp8_full"])),
         deterministic=draw(st.booleans()),
+        optimizer_states=draw(st.sampled_from(["exact", "compressed"])),
         lanes=draw(st.sampled_from([None, 1, 2, 4, 8, 16, 32, 64])),
         parallel=draw(st.sampled_from(["auto", "rows", "layers"])),
         **draw(

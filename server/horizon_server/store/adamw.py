@@ -115,10 +115,8 @@ def _views(store: HostStore, unit: UnitLayout, stretch: slice, planes: Sequence[
     return [store.plane(plane)[store.layout.part_in(plane, unit, stretch)] for plane in planes]
 
 
-def _update_exact(
-    views: _Views, grads: torch.Tensor, segments: _Segments, hyper: AdamWStep, num_threads: int
-) -> None:
-    planes, scalars = views(("hi", "lo", "exp_avg", "exp_avg_sq")), _scalars(hyper)
+def _update_exact(views: _Views, grads: torch.Tensor, segments: _Segments, hyper: AdamWStep, num_threads: int) -> None:
+    planes, scalars = views(("hi", "lo", "exp_avg", "exp_avg_sq")), scalars_of(hyper)
     if (kernel := native.library()) is None:
         _update_by_reference(planes, grads, segments, scalars)
         return
@@ -129,7 +127,7 @@ def _update_exact(
 def _update_compressed(
     views: _Views, grads: torch.Tensor, segments: _Segments, hyper: AdamWStep, num_threads: int
 ) -> None:
-    planes, scalars, dither = views(("hi", *COMPRESSED_PLANES)), _scalars(hyper), reference.dither_of(hyper.step)
+    planes, scalars, dither = views(("hi", *COMPRESSED_PLANES)), scalars_of(hyper), reference.dither_of(hyper.step)
     if (kernel := native.library()) is None:
         hi, lo, first, root, scales = planes
         for segment in segments:
@@ -150,9 +148,7 @@ def _update_compressed(
         return
     pointers = [view.data_ptr() for view in (*planes, grads)]
     is_bf16 = grads.dtype == torch.bfloat16
-    kernel.hz_adamw_compressed(
-        *pointers, is_bf16, segments, len(segments), scalars, dither.ctypes.data, num_threads
-    )
+    kernel.hz_adamw_compressed(*pointers, is_bf16, segments, len(segments), scalars, dither.ctypes.data, num_threads)
 
 
 def update_rows(
@@ -173,7 +169,7 @@ def update_rows(
     source_of[gradient.rows_R] = torch.arange(gradient.rows_R.numel())
     # The kernel reads and writes by these numbers: indexing checks them, and makes a contiguous copy.
     sources_U, rows_U = source_of[rows_U], torch.arange(num_rows)[rows_U]
-    decay_factor, scalars = _decay_factor(place, hyper), _scalars(hyper)
+    decay_factor, scalars = _decay_factor(place, hyper), scalars_of(hyper)
     views = [store.tensor(name, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
     if (kernel := native.library()) is None:
         _update_rows_by_reference(views, values, rows_U, sources_U, decay_factor, place.lr_scale, scalars)
@@ -249,7 +245,8 @@ def _decay_factor(place: TensorLayout, hyper: AdamWStep) -> float:
     return 1 - hyper.learning_rate * place.lr_scale * hyper.weight_decay if place.decay else 1.0
 
 
-def _scalars(hyper: AdamWStep) -> Scalars:
+def scalars_of(hyper: AdamWStep) -> Scalars:
+    """What of a step the kernel and the reference apply to every element."""
     assert hyper.step >= 1 and 0 <= hyper.beta1 < 1 and 0 <= hyper.beta2 < 1, hyper
     # In float64 here, and rounded to fp32 once: 1 - beta**step loses its digits in fp32 in the first steps.
     factor = math.sqrt(1 - hyper.beta2**hyper.step)

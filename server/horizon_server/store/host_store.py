@@ -1,8 +1,8 @@
 """The host parameter store: every parameter's master weight and moments, in planes of host memory.
 
-The exact fp32 master is kept as a bf16 half `hi` and an int16 half `lo`; beside compressed moments, 24 bits of it as `hi`
-and an int8 `lo8`. Memory comes from memory files that the daemon
-creates and hands over by descriptor, or from the store's own.
+The exact fp32 master is kept as a bf16 half `hi` and an int16 half `lo`; beside compressed moments, 24 bits of it as
+`hi` and an int8 `lo8`. Memory comes from memory files that the daemon creates and hands over by descriptor, or from the
+store's own.
 
 Thread: all of it may be used from any thread; two threads must not write one unit at the same time, and nothing checks
 that.
@@ -198,8 +198,9 @@ class HostStore:
 
     def zero(self, names: Sequence[str]) -> list[torch.Tensor]:
         """What the caller has to fill with zeros, so that these planes are zero: nothing of a plane that was never
-        written."""
-        return [self.plane(name)[part] for name in names if name not in self.blank for part in self._own(name)]
+        written, or that the layout has no use for."""
+        written = [name for name in names if name in self._planes and name not in self.blank]
+        return [self.plane(name)[part] for name in written for part in self._own(name)]
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no

@@ -3,10 +3,10 @@ allocates by.
 
 It reads parameter names and shapes only, and knows no architecture by name.
 
-A unit's tensors come in five groups: those that are trained with compressed states, others that are trained, frozen ones
-whose exact value takes both halves, frozen ones that bfloat16 holds exactly, and packed ones. So what a plane holds of a
-unit is always one stretch of it, and one offset of a tensor serves all planes and the device; but packed tensors have a
-plane of their own.
+A unit's tensors come in five groups: those that are trained with compressed states, others that are trained, frozen
+ones whose exact value takes both halves, frozen ones that bfloat16 holds exactly, and packed ones. So what a plane
+holds of a unit is always one stretch of it, and one offset of a tensor serves all planes and the device; but packed
+tensors have a plane of their own.
 
 Units: offsets and sizes are elements unless a name says bytes.
 Source: Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
@@ -25,8 +25,8 @@ from typing import Literal
 from horizon_server.errors import InvalidModel
 from horizon_server.store.safetensors_files import TensorHeader, list_number
 
-# Bytes of an element of each plane, which is a parameter but in `scales`; `grad` and `packed` come on top where they are
-# wanted. The first four are an exact parameter's; a compressed one has `hi` and the last four.
+# Bytes of an element of each plane, which is a parameter except in `scales`; `grad` and `packed` come on top where they
+# are wanted. The first four are an exact parameter's; a compressed one has `hi` and the last four.
 PLANE_BYTES: Mapping[str, int] = {
     "hi": 2,
     "lo": 2,
@@ -39,6 +39,7 @@ PLANE_BYTES: Mapping[str, int] = {
 }
 EXACT_PLANES = ("lo", "exp_avg", "exp_avg_sq")
 COMPRESSED_PLANES = ("lo8", "exp_avg8", "root8", "scales")
+MOMENT_PLANES = ("exp_avg", "exp_avg_sq", "exp_avg8", "root8", "scales")
 COMPRESSED_GROUP = 32
 """Elements that have one scale for each moment, next to each other in `scales`; groups begin where tensors do."""
 EXACT_BYTES = 12
@@ -403,18 +404,21 @@ def _grouped(
         trained = is_trained(tensor.name)
         packing = "none" if trained else packing_of(tensor.name)
         exact = trained or (packing == "none" and not is_bfloat16(tensor.name))
-        return replace(tensor, trained=trained, exact=exact, packing=packing)
+        compressed = trained and tensor.compressed
+        return replace(tensor, trained=trained, exact=exact, packing=packing, compressed=compressed)
 
     return _placed_again(layout, kept)
 
 
-def with_compressed_states(layout: StoreLayout, *, is_exact: Callable[[str], bool] = lambda _: False) -> StoreLayout:
+def with_compressed_states(
+    layout: StoreLayout, *, is_exact: Callable[[str], bool] = lambda _: False, smallest: int = SMALLEST_COMPRESSED
+) -> StoreLayout:
     """The same layout with compressed states: of the trained matrices outside of the embedding that have at least
-    `SMALLEST_COMPRESSED` elements, but for norms and those that are `is_exact` by their names."""
+    `smallest` elements, but for norms, biases and those that are `is_exact` by their names."""
 
     def compressed(unit: UnitLayout, tensor: TensorLayout) -> bool:
         is_matrix = decays(tensor.name, tensor.shape, unit.kind, "matrices")
-        is_large = tensor.trained and tensor.num_elements >= SMALLEST_COMPRESSED
+        is_large = tensor.trained and tensor.num_elements >= smallest
         return is_matrix and is_large and not is_exact(tensor.name)
 
     units = (

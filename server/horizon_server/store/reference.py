@@ -9,8 +9,8 @@ int8 `lo`; of the moments, for each group of 32 elements
 * the first, m, as int8: with x = m / scale, the code is 127 * 2x / (1 + |x|);
 * the root r of the second as uint8: 255 * r / scale; a root above 0 has a code of at least 1, so that no division is by
   less than a 255th of the group's largest root;
-* two scales in bfloat16, the largest magnitude of each rounded up: 16 bits of range like fp32's, so that the result does
-  not depend on how large gradients are.
+* two scales in bfloat16, the largest magnitude of each rounded up: in 16 bits the range of fp32, so that the result
+  does not depend on how large gradients are.
 
 Codes are rounded down after `dither` was added: numbers from 0 to 1 that fill this range evenly from step to step. To
 the nearest, a moment that changes by less than half a code in a step would never change: with beta2 0.999 a root falls
@@ -123,14 +123,14 @@ def dither_of(step: int) -> npt.NDArray[np.float32]:
     Each follows the multiples of an irrational number from step to step, and so fills the range evenly.
     """
     numbers = (np.arange(2 * GROUP_ELEMENTS, dtype=np.uint64) + np.uint64(2 * GROUP_ELEMENTS * step)) * np.uint64(_WEYL)
-    return (((numbers & np.uint64(0xFFFFFFFF)) >> np.uint64(16)).astype(np.float32) + np.float32(0.5)) / np.float32(65536)
+    high = ((numbers & np.uint64(0xFFFFFFFF)) >> np.uint64(16)).astype(np.float32)
+    return (high + np.float32(0.5)) / np.float32(65536)
 
 
 def decode_first(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """First moments of whole groups. Shapes: codes [G * 32], scales [G], bf16 as raw bits; returns [G * 32]."""
     code = codes.astype(np.float32)
-    numbers: npt.NDArray[np.float32] = _of_groups(_widen(scales)) * code / (np.float32(254) - np.abs(code))
-    return numbers
+    return _of_groups(_widen(scales)) * code / (np.float32(254) - np.abs(code))
 
 
 def decode_root(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
@@ -229,7 +229,8 @@ def _scales(
     largest = np.minimum(magnitudes.max(axis=1), np.uint32(most))
     up = np.maximum(largest + np.uint32(0xFFFF) & np.uint32(0xFFFF0000), np.uint32(least))
     out[:] = np.where(largest > 0, up >> np.uint32(16), np.uint32(0)).astype(np.uint16)
-    return up.view(np.float32)
+    found: npt.NDArray[np.float32] = up.view(np.float32)
+    return found
 
 
 def _of_groups(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

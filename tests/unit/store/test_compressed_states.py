@@ -1,4 +1,4 @@
-"""AdamW on compressed states: the kernel against NumPy bit by bit, beside exact tensors, and what bounds its updates."""
+"""AdamW on compressed states: the kernel against NumPy bit by bit, beside exact tensors; what bounds its updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from horizon_server.store import native, reference
-from horizon_server.store.adamw import AdamWStep, update_unit
+from horizon_server.store.adamw import AdamWStep, scalars_of, update_unit
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import COMPRESSED_PLANES, build_layout, with_compressed_states, with_lr_scales
 from horizon_server.store.ownership import Ownership
@@ -126,7 +126,9 @@ def test_a_tensor_that_is_not_reached_and_what_is_behind_a_tensor_stay() -> None
         unit, found = store.layout.units[1], store.unit(1, plane)
         own = store.layout.part_in(plane, unit, slice(kept.offset, kept.offset + kept.num_elements))
         start = store.layout.offset_in(plane, unit)
-        assert torch.equal(found[own.start - start : own.stop - start], before[plane][own.start - start : own.stop - start])
+        assert torch.equal(
+            found[own.start - start : own.stop - start], before[plane][own.start - start : own.stop - start]
+        )
     assert not torch.equal(store.unit(1, "root8"), before["root8"])
     update_unit(store, 1, AdamWStep(step=2, **OPTIONS), num_threads=2)
     end = kept.offset + kept.num_elements
@@ -169,13 +171,9 @@ class Group:
 
     def update(self, grads: np.ndarray) -> np.ndarray:
         """Returns by how much of the learning rate each weight moved, which is -1 for the first step."""
-        from horizon_server.store.adamw import _scalars  # noqa: PLC0415
-
         self.step += 1
         beta1, beta2 = self.betas
-        hyper = AdamWStep(
-            step=self.step, learning_rate=1.0, beta1=beta1, beta2=beta2, eps=self.eps, weight_decay=0.0
-        )
+        hyper = AdamWStep(step=self.step, learning_rate=1.0, beta1=beta1, beta2=beta2, eps=self.eps, weight_decay=0.0)
         self.hi[:] = 0
         self.lo[:] = 0
         reference.adamw_compressed(
@@ -187,7 +185,7 @@ class Group:
             grads.astype(F32),
             1.0,
             1.0,
-            _scalars(hyper),
+            scalars_of(hyper),
             reference.dither_of(self.step),
         )
         self.exact_first = beta1 * self.exact_first + (1 - beta1) * grads
