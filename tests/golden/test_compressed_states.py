@@ -166,6 +166,8 @@ def test_what_is_compressed_and_what_is_not(architecture: str, engine: Engine) -
     store = model.store()
     # Everything is in one plane of each kind, and nothing in two.
     for planes in (("lo", "lo8"), ("exp_avg", "exp_avg8"), ("exp_avg_sq", "root8")):
-        held = [(unit.held_in(plane).start, unit.held_in(plane).stop) for unit in store.layout.units for plane in planes]
+        held = [
+            (unit.held_in(plane).start, unit.held_in(plane).stop) for unit in store.layout.units for plane in planes
+        ]
         assert sum(stop - start for start, stop in held) == store.layout.num_elements
     assert set(store.fds) == {*PLANE_BYTES, "grad"}

@@ -36,6 +36,7 @@ from horizon_server.spec.training import (
     CompileChoice,
     ComputeDtypeChoice,
     LrGroup,
+    OptimizerStates,
     TrainOn,
     TrainSpec,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "LoraSpec",
     "LrGroup",
     "Method",
+    "OptimizerStates",
     "OrpoSpec",
     "PolicySpec",
     "SessionSpec",

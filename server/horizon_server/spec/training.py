@@ -39,6 +39,7 @@ LORA = ("lora",)
 TrainOn = Literal["assistant", "last-assistant", "all"]
 ComputeDtypeChoice = Literal["auto", "float32", "bfloat16"]
 CompileChoice = Literal["auto", "on", "off"]
+OptimizerStates = Literal["exact", "compressed"]
 
 
 class LrGroup(Section):
@@ -198,7 +199,7 @@ class TrainSpec(Section):
         "their bytes, and the result then depends on the number of nodes. With one node it has no effect.",
     )
 
-    optimizer_states: Literal["exact", "compressed"] = Field(
+    optimizer_states: OptimizerStates = Field(
         default="exact",
         description="How AdamW's moments and the second half of the master weights are kept. exact: in fp32, 12 bytes "
         "of host memory a parameter; compressed: the matrices' moments in 8 bits with a scale for each 32 elements, "
