@@ -50,7 +50,7 @@ def our_update(num_parameters: int, grad: torch.Tensor, num_threads: int) -> Cal
     lo = torch.zeros(num_parameters, dtype=torch.int16)
     moments = [torch.zeros(num_parameters) for _ in range(2)]
     segments = (native.Segment * 1)(native.Segment(0, num_parameters, 1.0, 1.0))
-    scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3)
+    scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3, 7.3)
     tensors = [hi, lo, *moments, grad]
 
     def run() -> None:

@@ -310,6 +310,12 @@ class TrainSpec(TypedDict, total=False):
     wire: Literal["float32", "bfloat16"]
     """What gradients are rounded to on their way from one of several nodes to another: bfloat16 halves their bytes, and
     the result then depends on the number of nodes. With one node it has no effect. Default: 'float32'."""
+    optimizer_states: Literal["exact", "compressed"]
+    """How AdamW's moments and the second half of the master weights are kept. exact: in fp32, 12 bytes of host memory a
+    parameter; compressed: the matrices' moments in 8 bits with a scale for each 32 elements, and masters of 24 bits,
+    5.125 bytes. Both without the 2 to 4 bytes of a gradient that max_grad_norm asks for. Embeddings, norms, biases and
+    tensors below 4,096 elements stay exact. The result differs, by less than another order of the data does. Default:
+    'exact'."""
     trainable: str | Sequence[str]
     """What is trained: all; lora, adapters of low rank next to a frozen model, as train.lora says; or regular
     expressions that are found in tensors' names, each adding tensors or, after a !, taking some away:

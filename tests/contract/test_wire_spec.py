@@ -132,6 +132,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         matmul=draw(st.sampled_from(["bf16", "fp8", "fp8_full"])),
         deterministic=draw(st.booleans()),
         chunk_tokens=draw(st.none() | st.integers(64, 1_048_576)),
+        optimizer_states=draw(st.sampled_from(["exact", "compressed"])),
         lanes=draw(st.sampled_from([None, 1, 2, 4, 8, 16, 32, 64])),
         parallel=draw(st.sampled_from(["auto", "rows", "layers"])),
         **draw(

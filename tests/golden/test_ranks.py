@@ -23,7 +23,7 @@ from tests.support.ranks import (
     trained,
     whole_life,
 )
-from tests.support.tiny_models import Engine
+from tests.support.tiny_models import Engine, compressed
 
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
@@ -64,14 +64,18 @@ def test_any_number_of_ranks_gives_the_same_bits(
         assert other == first, num_ranks
 
 
-@pytest.mark.parametrize(("model_type", "max_grad_norm"), [("qwen3", 0.5), ("mixtral", None)])
+@pytest.mark.parametrize(
+    ("model_type", "max_grad_norm", "is_compressed"),
+    [("qwen3", 0.5, False), ("mixtral", None, False), ("qwen3", None, True)],
+)
 def test_ranks_that_gather_need_no_memory_in_common(
-    engine: Engine, model_type: str, max_grad_norm: float | None
+    engine: Engine, model_type: str, max_grad_norm: float | None, is_compressed: bool
 ) -> None:
     """As on two machines with two devices each: a rank reads and writes what it owns, and nothing else of a store."""
     how: dict[str, Any] = {"max_grad_norm": max_grad_norm}
     grad_dtype = None if max_grad_norm is None else torch.float32
     model, work = engine.tiny_model(model_type), whole_life(rows_of(engine))
+    model = compressed(model) if is_compressed else model
     (alone,) = results(model, work, ranks=(1,), grad_dtype=grad_dtype, **how)
     stores = StoresOfNodes(model, 4, grad_dtype=grad_dtype)
     said = trained(stores, work, num_ranks=4, lanes=LANES, gathers=True, **STEP, **how)
@@ -79,7 +83,8 @@ def test_ranks_that_gather_need_no_memory_in_common(
 
 
 @pytest.mark.parametrize(
-    "case", ["adapters", "bfloat16", "offloaded", "one row at a time", "packed weights that stay", "long"]
+    "case",
+    ["adapters", "bfloat16", "offloaded", "one row at a time", "packed weights that stay", "long", "compressed states"],
 )
 def test_so_does_whatever_else_decides_how_a_step_is_computed(case: str, engine: Engine, tmp_path: Path) -> None:
     model, how = engine.tiny_model("llama"), dict[str, Any]()
@@ -94,6 +99,8 @@ def test_so_does_whatever_else_decides_how_a_step_is_computed(case: str, engine:
                 "grad_dtype": torch.bfloat16,
                 "make_device": lambda _: HostDevice(num_threads=1, compute_dtype=torch.bfloat16),
             }
+        case "compressed states":
+            model = compressed(model)
         case "offloaded":
             how = {"activation_placement": "host"}
         case "one row at a time":

@@ -68,9 +68,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def life_in(work: Path, model: Path, data: Path, *, lora: bool = False) -> Life:
+def life_in(work: Path, model: Path, data: Path, **how: bool) -> Life:
     (work / CHECKPOINTS).mkdir(parents=True)
-    return Life(model=model, data=data, work=work, lora=lora)
+    return Life(model=model, data=data, work=work, **how)
 
 
 def live_until(processes: ForkServerContext, life: Life, moment: str, count: int, delay_s: float) -> bool:
@@ -103,11 +103,11 @@ def planes(life: Life) -> dict[str, torch.Tensor]:
     return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("how", [{}, {"lora": True}, {"compressed": True}])
 def test_a_run_killed_twenty_times_learns_what_an_undisturbed_run_learns(
-    lora: bool, processes: ForkServerContext, model: Path, data: Path, tmp_path: Path
+    how: dict[str, bool], processes: ForkServerContext, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    undisturbed, killed = (life_in(tmp_path / name, model, data, lora=lora) for name in ("whole", "killed"))
+    undisturbed, killed = (life_in(tmp_path / name, model, data, **how) for name in ("whole", "killed"))
     assert live_until(processes, undisturbed, "never", 1, 0.0)
     wanted = dict(undisturbed.losses())
     chance = random.Random(7)

@@ -118,6 +118,7 @@ def live_once(
         ("llama", {}),
         # Each unit is updated in backward, as its gradient lands.
         ("llama", {"max_grad_norm": None}),
+        ("llama", {"optimizer_states": "compressed"}),
         *further(("gpt2", {})),
     ],
 )
@@ -128,7 +129,8 @@ def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturb
     whole, killed = Lives(), Lives()
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-        write_inputs(tmp_path / name, model_type)
+        # Wide enough for matrices that are compressed, where the job says so.
+        write_inputs(tmp_path / name, model_type, **({"hidden_size": 64} if "optimizer_states" in train else {}))
     with worker_request(tmp_path / "whole", spec) as request:
         assert live_once(processes, whole, request, tmp_path / "log", num_steps=NUM_STEPS + 1, delay_s=0)
     wanted = dict(whole.losses)

@@ -19,6 +19,7 @@ from horizon_server.spec import LORA, LoraSpec, TrainSpec
 from horizon_server.store.adapter_files import AdapterConfig
 from horizon_server.store.checkpoint import AdapterExport, load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import with_compressed_states
 from horizon_server.store.manifest import is_complete
 from horizon_server.store.model_load import load_model
 
@@ -42,6 +43,8 @@ class Life:
     work: Path
     lora: bool = False
     """Whether adapters are trained, with dropout, next to a frozen model."""
+    compressed: bool = False
+    """Whether optimizer states are."""
 
     def checkpoints(self) -> list[Path]:
         """Every folder that bears a checkpoint's name, the oldest first."""
@@ -78,7 +81,10 @@ def live(life: Life, messages: Connection, moment: str, count: int) -> None:
     tell = _Told(messages, moment, count)
     lora = LoraSpec(rank=4, dropout=0.2)
     train = TrainSpec(trainable=LORA, lora=lora) if life.lora else TrainSpec()
-    template = Template.from_folder(life.model, layout=open_for_training(life.model, train).layout)
+    layout = open_for_training(life.model, train).layout
+    if life.compressed:
+        layout = with_compressed_states(layout, smallest=1024)
+    template = Template.from_folder(life.model, layout=layout)
     store = HostStore.allocate(template.layout, num_threads=1)
     plan = StepPlan(PreparedDataset.open(life.data), sequence_length=48, tokens_per_step=90, seed=3, epochs=NUM_EPOCHS)
     recipe = Recipe(learning_rate=3e-3, warmup_steps=3, seed=5, adapter_scale=lora.scale, adapter_dropout=lora.dropout)

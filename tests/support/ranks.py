@@ -31,7 +31,7 @@ from horizon_server.figures import CollectiveKind, DeviceFigures, StepFigures
 from horizon_server.records.execution import Parallel
 from horizon_server.store.generations import PLANE, plane_bytes
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import StoreLayout
+from horizon_server.store.layout import PLANE_BYTES, StoreLayout
 from horizon_server.store.ownership import Ownership
 from horizon_server.store.planes import create_memory_file
 
@@ -113,9 +113,12 @@ class SharedStore:
 
     def bits(self) -> dict[str, bytes]:
         """Weights and moments."""
-        return {name: self._first.plane(name).numpy().tobytes() for name in ("lo", "exp_avg", "exp_avg_sq")} | {
-            "hi": self._first.plane("hi").view(torch.int16).numpy().tobytes()
-        }
+        return {name: self._first.plane(name).view(torch.uint8).numpy().tobytes() for name in self.planes}
+
+    @property
+    def planes(self) -> list[str]:
+        """Those of weights and moments."""
+        return [name for name in PLANE_BYTES if name in self._first.fds]
 
 
 class StoresOfNodes:
@@ -130,9 +133,10 @@ class StoresOfNodes:
             here = store.attach(0)
             here.generations.share(num_ranks)
             others = [rank for rank in range(num_ranks) if 2 * rank // num_ranks != index]
-            for name, spoilt in (("hi", torch.nan), ("lo", 999), ("exp_avg", torch.nan), ("exp_avg_sq", torch.nan)):
+            for name in store.planes:
+                plane = here.plane(name)
                 for part in (part for rank in others for part in self._ownership.parts_in(name, rank)):
-                    here.plane(name)[part] = spoilt
+                    plane[part] = torch.nan if plane.is_floating_point() else 99
 
     def attach(self, rank: int) -> HostStore:
         return self._stores[2 * rank // self._num_ranks].attach(rank)
@@ -140,12 +144,12 @@ class StoresOfNodes:
     def bits(self) -> dict[str, bytes]:
         """Weights and moments, of each part what its owner has."""
         found = {}
-        for name in ("lo", "exp_avg", "exp_avg_sq", "hi"):
+        for name in self._stores[0].planes:
             plane = self.attach(0).plane(name).clone()
             for rank in range(self._num_ranks):
                 for part in self._ownership.parts_in(name, rank):
                     plane[part] = self.attach(rank).plane(name)[part]
-            found[name] = (plane.view(torch.int16) if name == "hi" else plane).numpy().tobytes()
+            found[name] = plane.view(torch.uint8).numpy().tobytes()
         return found
 
 

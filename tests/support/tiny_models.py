@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -24,6 +24,7 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.model_folder import WITHOUT_ATTENTION
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import with_compressed_states
 
 VOCAB = 96
 _SIZES: dict[str, Any] = {
@@ -253,6 +254,13 @@ def tiny_model() -> Iterator[Callable[..., TinyModel]]:
     yield build
     for store in stores:
         store.close()
+
+
+def compressed(model: TinyModel, *, smallest: int = 256) -> TinyModel:
+    """The same model with compressed optimizer states, of its smaller matrices too."""
+    layout = with_compressed_states(model.template.layout, smallest=smallest)
+    assert layout.is_compressed
+    return replace(model, template=Template.from_config(model.config, layout=layout))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,11 +60,11 @@ LONG_ROPE = {
 }
 
 
-def write_inputs(folder: Path, model_type: str) -> None:
-    """Write a model, and documents of 8 tokens."""
-    changes = LONG_ROPE if model_type == "phi3" else {}
+def write_inputs(folder: Path, model_type: str, **sizes: int) -> None:
+    """Write a model, of other sizes where some are given, and documents of 8 tokens."""
+    changes = {**(LONG_ROPE if model_type == "phi3" else {}), **sizes}
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **changes))  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **changes}))  # type: ignore[no-untyped-call]
     model.save_pretrained(folder / "model")
     starts = torch.arange(0, 8 * 13, 8)
     trained = torch.ones(int(starts[-1]), dtype=torch.uint8)

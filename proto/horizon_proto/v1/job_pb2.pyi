@@ -265,6 +265,30 @@ TRAIN_ON_ALL: TrainOn.ValueType  # 3
 """Every token."""
 global___TrainOn = TrainOn
 
+class _OptimizerStates:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _OptimizerStatesEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_OptimizerStates.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    OPTIMIZER_STATES_UNSPECIFIED: _OptimizerStates.ValueType  # 0
+    """Not set: exact."""
+    OPTIMIZER_STATES_EXACT: _OptimizerStates.ValueType  # 1
+    """In fp32: 12 bytes of host memory a parameter, without its gradient."""
+    OPTIMIZER_STATES_COMPRESSED: _OptimizerStates.ValueType  # 2
+    """Those of the layers' matrices and the projection in 8 bits, with a scale for each 32 elements: 5.125 bytes."""
+
+class OptimizerStates(_OptimizerStates, metaclass=_OptimizerStatesEnumTypeWrapper):
+    """OptimizerStates is how the optimizer's moments and the second half of the master weights are kept."""
+
+OPTIMIZER_STATES_UNSPECIFIED: OptimizerStates.ValueType  # 0
+"""Not set: exact."""
+OPTIMIZER_STATES_EXACT: OptimizerStates.ValueType  # 1
+"""In fp32: 12 bytes of host memory a parameter, without its gradient."""
+OPTIMIZER_STATES_COMPRESSED: OptimizerStates.ValueType  # 2
+"""Those of the layers' matrices and the projection in 8 bits, with a scale for each 32 elements: 5.125 bytes."""
+global___OptimizerStates = OptimizerStates
+
 class _Matmul:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1217,6 +1241,7 @@ class TrainSpec(google.protobuf.message.Message):
     PARALLEL_FIELD_NUMBER: builtins.int
     WIRE_FIELD_NUMBER: builtins.int
     DETERMINISTIC_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATES_FIELD_NUMBER: builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
@@ -1274,6 +1299,8 @@ class TrainSpec(google.protobuf.message.Message):
     """What gradients are rounded to on their way from one node to another; default float32, which rounds nothing."""
     deterministic: builtins.bool
     """Whether a GPU's kernels add in a fixed order, so that two runs have the same bits; default false."""
+    optimizer_states: global___OptimizerStates.ValueType
+    """How AdamW's moments and the second half of the master weights are kept; default exact."""
     chunk_tokens: builtins.int
     """Tokens that layers compute at once of a longer row; from 64 to 1048576; default none, every row at once."""
     @property
@@ -1326,10 +1353,11 @@ class TrainSpec(google.protobuf.message.Message):
         parallel: global___Parallel.ValueType = ...,
         wire: global___Wire.ValueType = ...,
         deterministic: builtins.bool | None = ...,
+        optimizer_states: global___OptimizerStates.ValueType = ...,
         chunk_tokens: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_chunk_tokens", b"_chunk_tokens", "_deterministic", b"_deterministic", "_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "chunk_tokens", b"chunk_tokens", "clipping", b"clipping", "deterministic", b"deterministic", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_chunk_tokens", b"_chunk_tokens", "_deterministic", b"_deterministic", "_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "chunk_tokens", b"chunk_tokens", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "deterministic", b"deterministic", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "parallel", b"parallel", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay", "wire", b"wire"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_chunk_tokens", b"_chunk_tokens", "_deterministic", b"_deterministic", "_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "chunk_tokens", b"chunk_tokens", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "deterministic", b"deterministic", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "optimizer_states", b"optimizer_states", "packing", b"packing", "parallel", b"parallel", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay", "wire", b"wire"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_chunk_tokens", b"_chunk_tokens"]) -> typing.Literal["chunk_tokens"] | None: ...
     @typing.overload

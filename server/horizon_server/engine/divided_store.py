@@ -252,8 +252,8 @@ class DividedStore(HostStore):
     def _stretch(self, name: str, plane: str) -> slice:
         """Where a plane has a parameter."""
         unit, place = self.layout.find(name)
-        offset, start, stop = self.layout.offset_in(plane, unit), place.offset, place.offset + place.num_elements
         if plane == "packed":
-            packed = unit.packed_parts[name]
-            start, stop = packed.codes.start, max(packed.scales.stop, packed.group_scales.stop)
-        return slice(offset + start, offset + stop)
+            packed, offset = unit.packed_parts[name], self.layout.offset_in(plane, unit)
+            stop = max(packed.scales.stop, packed.group_scales.stop)
+            return slice(offset + packed.codes.start, offset + stop)
+        return self.layout.part_in(plane, unit, slice(place.offset, place.offset + place.num_elements))

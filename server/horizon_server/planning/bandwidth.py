@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.store import native, planes
+from horizon_server.store.layout import COMPRESSED_BYTES, EXACT_BYTES
 
 TRIAD_BYTES_PER_ELEMENT = 24
 
@@ -22,7 +23,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _TIMES_CACHE = 4
 _SHARE_OF_MEMORY = 1 / 8
 _FEWEST_PARAMETERS, _MOST_PARAMETERS = 1 << 24, 1 << 27
-_KEPT_BYTES = 2 + 2 + 4 + 4 + 2
+_KEPT_BYTES = EXACT_BYTES + 2
 """Of a parameter with a bf16 gradient: what the kernel's planes hold."""
 
 
@@ -41,7 +42,12 @@ class Bandwidth:
 def adamw_bytes_per_parameter(grad_bytes: int) -> int:
     """Memory traffic of one update: hi, lo and both moments read and written, the gradient read. 26 with bf16
     gradients."""
-    return 2 * (2 + 2 + 4 + 4) + grad_bytes
+    return 2 * EXACT_BYTES + grad_bytes
+
+
+def compressed_bytes_per_parameter(grad_bytes: int) -> float:
+    """The same of a parameter whose states are compressed: 12.25 with bf16 gradients."""
+    return 2 * COMPRESSED_BYTES + grad_bytes
 
 
 def parameters_beyond_caches(caches: Path = _CACHES) -> int:
@@ -78,7 +84,7 @@ def measure_bandwidth(
     ]
     addresses = [ctypes.addressof(first_byte) for first_byte in touched]
     segments = (native.Segment * 1)(native.Segment(0, num_parameters, 1.0, 1.0))
-    scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3)
+    scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3, 7.3)
 
     def seconds_of_pair() -> tuple[float, float]:
         start = time.perf_counter()

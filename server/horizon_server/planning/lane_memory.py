@@ -10,7 +10,7 @@ import math
 
 from horizon_server.planning.lane_tree import NodeTree, lanes_of_rank, num_buffers, num_sums, roots_of
 from horizon_server.records.execution import Execution
-from horizon_server.store.layout import PLANE_BYTES, StoreLayout
+from horizon_server.store.layout import COMPRESSED_BYTES, EXACT_BYTES, PLANE_BYTES, StoreLayout, TensorLayout
 from horizon_server.store.ownership import Ownership, length
 
 _FP32, _FP64 = 4, 8
@@ -83,11 +83,15 @@ def own_share(plane_bytes: dict[str, int], layout: StoreLayout, execution: Execu
 def in_flight_bytes(layout: StoreLayout) -> int:
     """Host memory of the first node for tensors that belong to others, while a model or a checkpoint is read or
     written: one for each thread."""
-    # A checkpoint's files are written at once: its model and the rounding bits from both halves of the weights, and
-    # three planes as they are.
-    halves = PLANE_BYTES["hi"] + PLANE_BYTES["lo"]
-    num_bytes = sum(PLANE_BYTES.values()) - PLANE_BYTES["hi"] + 2 * halves
-    return num_bytes * max(place.num_elements for _, place in layout.tensors())
+
+    def num_bytes(place: TensorLayout) -> float:
+        # A checkpoint's files are written at once: its model and the rounding bits from both halves of the weights, and
+        # the other planes as they are.
+        low = PLANE_BYTES["lo8" if place.compressed else "lo"]
+        of_planes = COMPRESSED_BYTES if place.compressed else EXACT_BYTES
+        return place.num_elements * (of_planes + PLANE_BYTES["hi"] + 2 * low)
+
+    return math.ceil(max(num_bytes(place) for _, place in layout.tensors()))
 
 
 def lane_number_bytes(layout: StoreLayout, execution: Execution) -> int:

@@ -45,7 +45,14 @@ from horizon_server.records.execution import NUM_SLOTS, DeviceKind, Execution, R
 from horizon_server.records.plan import Ledger
 from horizon_server.store.adapters import MAGNITUDE, adapter_elements, first_norm_bytes, norm_bytes
 from horizon_server.store.base_plane import can_be_shared, file_bytes, frozen_bytes
-from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
+from horizon_server.store.layout import (
+    EXACT_BYTES,
+    MOMENT_PLANES,
+    PLANE_BYTES,
+    TENSOR_ALIGN_ELEMENTS,
+    StoreLayout,
+    plane_sizes,
+)
 
 NUM_STREAMED_SLOTS = 4
 """Parts of a step whose hidden states are on the device at a time, where they come by chunk."""
@@ -295,7 +302,7 @@ def chunked_row_tokens(recipe: Recipe, execution: Execution, *, longest: int) ->
 def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
     """About how many parameters a model may have that is trained within this much host memory, at a few thousand tokens
     a step."""
-    bytes_per_parameter = sum(PLANE_BYTES.values()) + grad_bytes
+    bytes_per_parameter = EXACT_BYTES + grad_bytes
     return max(0, int((limit_bytes - WORKER_BYTES) * _SHARE_FOR_PLANES / bytes_per_parameter))
 
 
@@ -322,8 +329,8 @@ def _plane_shares(layout: StoreLayout, execution: Execution) -> dict[str, int]:
 def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
     return {
-        "weights": planes["hi"] + planes["lo"] + planes.get("packed", 0),
-        "moments": planes["exp_avg"] + planes["exp_avg_sq"],
+        "weights": sum(planes.get(plane, 0) for plane in ("hi", "lo", "lo8", "packed")),
+        "moments": sum(planes.get(plane, 0) for plane in MOMENT_PLANES),
         "gradients": planes.get("grad", 0),
     }
 

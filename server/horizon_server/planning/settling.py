@@ -327,8 +327,9 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
         weight_bytes=weight_bytes,
         layer_product_bytes=product_bytes(case.folder, case.spec.train.recipe, execution) if keeps_products else 0,
         is_packed=any(unit.packed_bytes for unit in layout.units) and not execution.expert_page_elements,
-        # Several ranks update what is in memory that they share, and the gradients of calls add up there.
-        keeps_states=execution.num_ranks == 1 and not execution.adds_up,
+        # Several ranks update what is in memory that they share, the gradients of calls add up there, and the device
+        # has no kernel for compressed states.
+        keeps_states=execution.num_ranks == 1 and not execution.adds_up and not layout.is_compressed,
         # Of several ranks, each brings a part of the head, and rows come from those that own them.
         ends=possible_ends(layout) if execution.num_ranks == 1 else (),
     )

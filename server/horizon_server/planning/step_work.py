@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
+from horizon_server.planning.bandwidth import adamw_bytes_per_parameter, compressed_bytes_per_parameter
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.ledger import chunked_row_tokens
@@ -305,11 +305,16 @@ class _Counter:
         return self.execution.grad_bytes == 0
 
     @property
-    def update_bytes(self) -> int:
-        """Host memory traffic while one parameter is updated."""
+    def exact_update_bytes(self) -> int:
+        """Host memory traffic while one parameter is updated whose states are exact."""
         # A link's copies of other units read and write the same memory meanwhile.
         per_copy = 0 if self.execution.device_kind == "host" else self.element
         return adamw_bytes_per_parameter(self.grad_bytes) + per_copy * (1 + self.updates_in_backward)
+
+    def update_bytes(self, unit: UnitLayout) -> float:
+        """Host memory traffic while a unit is updated."""
+        saved = adamw_bytes_per_parameter(self.grad_bytes) - compressed_bytes_per_parameter(self.grad_bytes)
+        return unit.trained_elements * self.exact_update_bytes - unit.compressed_elements * saved
 
     def clear_bytes(self, *, divided: bool) -> float:
         """Device memory traffic of one gradient besides its sums; `divided`: the ranks sum its lanes together."""
@@ -469,7 +474,7 @@ class _Counter:
                 upload_bytes=unit.unpacked_elements * self.element + unit.packed_bytes,
                 download_bytes=unit.trained_elements * self.grad_bytes,
                 clear_bytes=unit.trained_elements * self.clear_bytes(divided=False),
-                update_bytes=unit.trained_elements * self.update_bytes,
+                update_bytes=self.update_bytes(unit),
                 unpack_bytes=self._unpack_bytes(unit),
             )
             for unit in self._layer_units
@@ -506,7 +511,7 @@ class _Counter:
                 else unit.trained_elements * self.grad_bytes * self._download_share,
                 clear_bytes=unit.trained_elements
                 * (self.clear_bytes(divided=True) + (device_update_bytes if unit.index in on_device else 0)),
-                update_bytes=0 if unit.index in on_device else unit.trained_elements * self.update_bytes,
+                update_bytes=0 if unit.index in on_device else self.update_bytes(unit),
                 # The last layer's input is still on the device when backward begins.
                 offload_bytes=keys + (offload if unit is not units[-1] else 0),
                 unpack_bytes=0 if unit.index in resident else self._unpack_bytes(unit),
@@ -531,7 +536,7 @@ class _Counter:
             upload_bytes=projection * self.element * upload_share,
             download_bytes=head.trained_elements * self.grad_bytes * self._download_share,
             clear_bytes=layout.head_gradient_elements * self.clear_bytes(divided=True),
-            update_bytes=head.trained_elements * self.update_bytes,
+            update_bytes=self.update_bytes(head),
             resident=stays,
             peer_up_bytes=0.0 if whole else self._peers_up(projection * self.element),
             peer_down_bytes=self._peers_down(layout.head_gradient_elements),
@@ -555,8 +560,8 @@ class _Counter:
             table_down_bytes=table * self.grad_bytes * self._download_share if tied else 0,
             clear_host_bytes=0 if kept or tied or by_rows else table * self.grad_bytes,
             gradient_bytes=_ROW_GRADIENT_PASSES * self.element * trained_rows * self.num_micro_batches,
-            first_update_bytes=0 if kept else first * self.update_bytes,
-            last_update_bytes=0 if kept else (table - first) * self.update_bytes,
+            first_update_bytes=0 if kept else first * self.exact_update_bytes,
+            last_update_bytes=0 if kept else (table - first) * self.exact_update_bytes,
             peer_rows_bytes=self._peer_rows_bytes() if self._by_layers and table else 0,
         )
 

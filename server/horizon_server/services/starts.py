@@ -15,7 +15,7 @@ from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import Plan
-from horizon_server.spec import LORA, JobSpec
+from horizon_server.spec import LORA, JobSpec, OptimizerStates
 from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_SHA256_FILE, read_base_sha256
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
 
@@ -66,15 +66,21 @@ class CheckpointStart:
     checkpoints: CheckpointFolder
     part: str
     is_adapter: bool
+    states: OptimizerStates
+    """Those of the job that starts."""
 
     @property
     def text(self) -> str:
         """What the job reports of its start."""
         what = "adapter" if self.is_adapter else "weights"
-        return (
+        text = (
             f"starts with the {what} of the checkpoint of step {self.step} of job {self.source.job_id} "
             f"({self.source.spec.name})"
         )
+        if (before := self.source.spec.train.optimizer_states) == self.states:
+            return text
+        how = "rounded to 24 bits" if self.states == "compressed" else "as they are"
+        return f"{text}, {how}: that job's optimizer states are {before}, and this job's {self.states}"
 
     def base_sha256(self) -> str:
         """Return the digest of the model that an adapter is for; empty for weights of a model itself. Blocking. Raises
@@ -140,10 +146,12 @@ async def start_at(
             f"{spec.model} of this "
             "job; a job starts from a checkpoint of its own model",
         )
-    step, files = found[0].step, [file.path for file in found[0].files]
+    step, files, states = found[0].step, [file.path for file in found[0].files], spec.train.optimizer_states
     adapter, model = adapter_part(files), model_part(files)
     if adapter is not None and spec.train.trainable == LORA:
-        return CheckpointStart(source=source, step=step, checkpoints=checkpoints, part=adapter, is_adapter=True)
+        return CheckpointStart(
+            source=source, step=step, checkpoints=checkpoints, part=adapter, is_adapter=True, states=states
+        )
     if adapter is not None and model is None:
         raise InvalidSpec.of(
             "init_from",
@@ -151,4 +159,6 @@ async def start_at(
             f"the model itself; merge it first (horizon checkpoint merge {source.job_id}@{step}), or set "
             "train.trainable: lora",
         )
-    return CheckpointStart(source=source, step=step, checkpoints=checkpoints, part=model or "", is_adapter=False)
+    return CheckpointStart(
+        source=source, step=step, checkpoints=checkpoints, part=model or "", is_adapter=False, states=states
+    )

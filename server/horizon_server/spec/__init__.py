@@ -37,6 +37,7 @@ from horizon_server.spec.training import (
     CompileChoice,
     ComputeDtypeChoice,
     LrGroup,
+    OptimizerStates,
     TrainOn,
     TrainSpec,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "LrGroup",
     "MemorySpec",
     "Method",
+    "OptimizerStates",
     "OrpoSpec",
     "PolicySpec",
     "SessionSpec",

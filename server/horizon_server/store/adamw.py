@@ -19,12 +19,16 @@ import torch
 
 from horizon_server.store import native, reference
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import TensorLayout, UnitLayout
+from horizon_server.store.layout import COMPRESSED_GROUP, COMPRESSED_PLANES, TensorLayout, UnitLayout
 from horizon_server.store.native import Scalars, Segment
 from horizon_server.store.triton_kernels import runs_triton
 
 STATE_PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 """What an update changes, in the order of the kernel's arguments."""
+
+# Of first moments to roots of second ones, where the rates of decay set no bound; in fp32, and so are its products with
+# most roots.
+_UNBOUNDED, _MOST_LOG = 1e30, 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,7 @@ def update_unit(
     only: Set[str] | None = None,
     part: slice | None = None,
 ) -> None:
-    """Update `hi`, `lo`, `exp_avg` and `exp_avg_sq` of one unit from its gradient, which stays as it is.
+    """Update weights and moments of one unit, compressed ones among them, from its gradient, which stays as it is.
 
     Weight decay applies where the layout says so, and the learning rate is scaled as it says; padding is not touched.
     With `only`, the unit's other tensors are not touched either: a tensor without a gradient is not decayed and keeps
@@ -101,8 +105,14 @@ def update_unit(
     unit = store.layout.units[unit_index]
     part = slice(0, unit.trained_elements) if part is None else part
     grads = store.unit(unit_index, "grad")[part] if grad is None else grad
-    states = UnitStates(**{plane: store.unit(unit_index, plane)[part] for plane in STATE_PLANES})
-    update_states(unit, states, grads, hyper, num_threads=num_threads, only=only, part=part)
+    _check(grads, part)
+    cut = min(max(unit.compressed_elements, part.start), part.stop)
+    compressed, exact = slice(part.start, cut), slice(cut, part.stop)
+    if segments := _segments(unit, hyper, compressed, only):
+        planes = _views(store, unit, compressed, ("hi", *COMPRESSED_PLANES))
+        _update_compressed(planes, grads[: cut - part.start], segments, hyper, num_threads)
+    states = UnitStates(**dict(zip(STATE_PLANES, _views(store, unit, exact, STATE_PLANES), strict=True)))
+    update_states(unit, states, grads[cut - part.start :], hyper, num_threads=num_threads, only=only, part=exact)
 
 
 def update_states(
@@ -115,28 +125,73 @@ def update_states(
     only: Set[str] | None = None,
     part: slice | None = None,
 ) -> None:
-    """As `update_unit`, on states and gradients that are given, all in one memory: this process's or a GPU's.
+    """As `update_unit`, on exact states and gradients that are given, all in one memory: this process's or a GPU's.
 
     CUDA: launches on the current stream, and reads nothing back.
     """
     part = slice(0, unit.trained_elements) if part is None else part
-    assert grads.shape == (part.stop - part.start,) and grads.is_contiguous()
-    assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
-    found = []
-    for tensor in unit.tensors:
-        begin, end = max(tensor.offset, part.start), min(tensor.offset + tensor.num_elements, part.stop)
-        if tensor.trained and begin < end and (only is None or tensor.name in only):
-            found.append(Segment(begin - part.start, end - begin, _decay_factor(tensor, hyper), tensor.lr_scale))
-    segments, scalars = (Segment * len(found))(*found), _scalars(hyper)
+    _check(grads, part)
+    found, scalars = _segments(unit, hyper, part, only), scalars_of(hyper)
+    if not found:
+        return
     if runs_triton(grads.device):
         _update_on_gpu(states, grads, found, scalars)
         return
     assert grads.device.type == "cpu", "a GPU's memory is updated by Triton's kernel"
+    segments = (Segment * len(found))(*found)
     if (kernel := native.library()) is None:
         _update_by_reference(list(states.tensors), grads, segments, scalars)
         return
     pointers = [view.data_ptr() for view in (*states.tensors, grads)]
     kernel.hz_adamw(*pointers, grads.dtype == torch.bfloat16, segments, len(segments), scalars, num_threads)
+
+
+def _check(grads: torch.Tensor, part: slice) -> None:
+    assert grads.shape == (part.stop - part.start,) and grads.is_contiguous()
+    assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
+
+
+def _segments(unit: UnitLayout, hyper: AdamWStep, stretch: slice, only: Set[str] | None) -> list[Segment]:
+    """The tensors of a stretch of a unit that are updated, counted from its beginning."""
+    found = []
+    for tensor in unit.tensors:
+        begin, end = max(tensor.offset, stretch.start), min(tensor.offset + tensor.num_elements, stretch.stop)
+        if tensor.trained and begin < end and (only is None or tensor.name in only):
+            found.append(Segment(begin - stretch.start, end - begin, _decay_factor(tensor, hyper), tensor.lr_scale))
+    return found
+
+
+def _views(store: HostStore, unit: UnitLayout, stretch: slice, planes: Sequence[str]) -> list[torch.Tensor]:
+    return [store.plane(plane)[store.layout.part_in(plane, unit, stretch)] for plane in planes]
+
+
+def _update_compressed(
+    planes: Sequence[torch.Tensor], grads: torch.Tensor, found: list[Segment], hyper: AdamWStep, num_threads: int
+) -> None:
+    """The planes are `hi` and `COMPRESSED_PLANES`, in this order."""
+    scalars, dither = scalars_of(hyper), reference.dither_of(hyper.step)
+    if (kernel := native.library()) is None:
+        hi, lo, first, root, scales = planes
+        for segment in found:
+            part = slice(segment.offset, segment.offset + segment.num_elements)
+            groups = slice(part.start // COMPRESSED_GROUP * 2, -(-part.stop // COMPRESSED_GROUP) * 2)
+            reference.adamw_compressed(
+                hi[part].view(torch.uint16).numpy(),
+                lo[part].numpy(),
+                first[part].numpy(),
+                root[part].numpy(),
+                scales[groups].view(torch.uint16).numpy(),
+                _raw(grads[part]),
+                segment.decay_factor,
+                segment.step_scale,
+                scalars,
+                dither,
+            )
+        return
+    segments = (Segment * len(found))(*found)
+    pointers = [view.data_ptr() for view in (*planes, grads)]
+    is_bf16 = grads.dtype == torch.bfloat16
+    kernel.hz_adamw_compressed(*pointers, is_bf16, segments, len(segments), scalars, dither.ctypes.data, num_threads)
 
 
 def update_rows(
@@ -157,7 +212,7 @@ def update_rows(
     source_of[gradient.rows_R] = torch.arange(gradient.rows_R.numel())
     # The kernel reads and writes by these numbers: indexing checks them, and makes a contiguous copy.
     sources_U, rows_U = source_of[rows_U], torch.arange(num_rows)[rows_U]
-    decay_factor, scalars = _decay_factor(place, hyper), _scalars(hyper)
+    decay_factor, scalars = _decay_factor(place, hyper), scalars_of(hyper)
     views = [store.tensor(name, plane) for plane in STATE_PLANES]
     if (kernel := native.library()) is None:
         _update_rows_by_reference(views, values, rows_U, sources_U, decay_factor, place.lr_scale, scalars)
@@ -233,7 +288,8 @@ def _decay_factor(place: TensorLayout, hyper: AdamWStep) -> float:
     return 1 - hyper.learning_rate * place.lr_scale * hyper.weight_decay if place.decay else 1.0
 
 
-def _scalars(hyper: AdamWStep) -> Scalars:
+def scalars_of(hyper: AdamWStep) -> Scalars:
+    """What of a step the kernel and the reference apply to every element."""
     assert hyper.step >= 1 and 0 <= hyper.beta1 < 1 and 0 <= hyper.beta2 < 1, hyper
     # In float64 here, and rounded to fp32 once: 1 - beta**step loses its digits in fp32 in the first steps.
     factor = math.sqrt(1 - hyper.beta2**hyper.step)
@@ -245,6 +301,7 @@ def _scalars(hyper: AdamWStep) -> Scalars:
         one_minus_beta2=1 - hyper.beta2,
         scaled_eps=factor * hyper.eps,
         scaled_step_size=factor * hyper.learning_rate / (1 - hyper.beta1**hyper.step),
+        most_ratio=_most_ratio(hyper),
     )
 
 
@@ -289,6 +346,22 @@ def _joined(segments: Sequence[Segment]) -> list[Segment]:
         else:
             joined.append(segment)
     return joined
+
+
+def _most_ratio(hyper: AdamWStep) -> float:
+    """How often a first moment can be the root of the second, whatever the gradients were: the inequality of Cauchy and
+    Schwarz on the two sums (1 - beta1) * beta1^i * g_i and (1 - beta2) * beta2^i * g_i^2."""
+    ratio, steps = hyper.beta1**2 / hyper.beta2 if hyper.beta2 else math.inf, hyper.step
+    if not hyper.beta1:
+        total = 1.0
+    elif ratio == 1:
+        total = float(steps)
+    # A power that no float holds bounds nothing.
+    elif ratio > 1 and steps * math.log(ratio) > _MOST_LOG:
+        return _UNBOUNDED
+    else:
+        total = (1 - ratio**steps) / (1 - ratio)
+    return min(_UNBOUNDED, (1 - hyper.beta1) * math.sqrt(total / (1 - hyper.beta2)))
 
 
 def _update_by_reference(

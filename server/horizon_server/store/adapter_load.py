@@ -54,7 +54,8 @@ def merge_into(store: HostStore, adapter: AdapterFolder) -> None:
 
 def _merge_one(store: HostStore, name: str, found: AdapterHeaders, config: AdapterConfig) -> None:
     change = weight_change(found.a, found.b, config.scale, config.transposed)
-    hi, lo = store.flat(name, "hi"), store.flat(name, "lo")
+    hi, lo = store.flat(name, "hi"), store.low(name)
+    assert lo is not None, "the weights under an adapter have both halves"
     num_rows, width = store.layout.find(name)[1].shape
     step = max(1, _PIECE_ELEMENTS // width)
 

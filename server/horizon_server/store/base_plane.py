@@ -67,8 +67,8 @@ def frozen_parts(layout: StoreLayout) -> tuple[FrozenPart, ...]:
     for plane in ("hi", "lo"):
         item_bytes = PLANE_BYTES[plane]
         for unit in layout.units:
-            start = layout.offset_in(plane, unit) + unit.trained_elements
-            add(plane, item_bytes * start, item_bytes * (unit.elements_in(plane) - unit.trained_elements))
+            part = layout.part_in(plane, unit, slice(unit.trained_elements, unit.num_elements))
+            add(plane, item_bytes * part.start, item_bytes * (part.stop - part.start))
     # Nothing that is packed is trained, and its units begin on no pages of their own.
     add("packed", 0, sum(unit.packed_bytes for unit in layout.units))
     return tuple(parts)

@@ -9,6 +9,9 @@ trainer/ besides the moments, the trainer's state and the manifest:
   rounded the other way;
 * F16: the master rounded half to even, which training cannot use; in addition `hi` and `lo`.
 
+Of a tensor with compressed states, `lo8` is what `lo` is of others, and the moments are their codes and scales, as the
+store has them. A store whose states have the other form takes a checkpoint where its caller says so.
+
 A checkpoint of a job that trains adapters holds these and their moments alone, as a PEFT folder in F32, and names the
 frozen model by its digest. With `export` merged or both it has that model with the adapters merged into it as well;
 `checkpoint_parts` says where.
@@ -23,7 +26,7 @@ import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -65,7 +68,7 @@ from horizon_server.store.exported import (
 )
 from horizon_server.store.generation_config import text_with_ends
 from horizon_server.store.host_store import HostStore, merge_master, split_master
-from horizon_server.store.layout import StoreLayout, TensorLayout
+from horizon_server.store.layout import COMPRESSED_GROUP, COMPRESSED_PLANES, EXACT_PLANES, StoreLayout, TensorLayout
 from horizon_server.store.manifest import (
     TRAINER_FOLDER,
     BaseModel,
@@ -94,20 +97,30 @@ from horizon_server.store.safetensors_files import (
     write_sharded,
     write_text,
 )
+from horizon_server.store.states_conversion import PLANES_OF, convert, read_scales
 from horizon_server.version import VERSION
 
 STATE_FILE = f"{TRAINER_FOLDER}/trainer_state.json"
 
 # The stems of the safetensors files: the model's own, and those under trainer/.
 _ROUNDING = "rounding"
-_DTYPE_OF_PLANE = {"hi": "BF16", "lo": "I16", "exp_avg": "F32", "exp_avg_sq": "F32"}
+_DTYPE_OF_PLANE = {
+    "hi": "BF16",
+    "lo": "I16",
+    "exp_avg": "F32",
+    "exp_avg_sq": "F32",
+    "lo8": "I8",
+    "exp_avg8": "I8",
+    "root8": "U8",
+    "scales": "BF16",
+}
 _STEMS = (MODEL_STEM, _ROUNDING, *_DTYPE_OF_PLANE)
+NUM_WRITERS = 5
+"""Files that are written or read at a time: each thread keeps the memory of what it converts."""
 
 # Of a tensor, converted at once. Each writer thread keeps the memory of one such piece: at 4 Mi elements a worker grew
 # by 180 MiB, at this size by 27, and writing takes as long.
 _PIECE_ELEMENTS = 1 << 19
-# The `lo` of a weight halfway between two bfloat16 numbers.
-_TIE = -32768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +205,7 @@ def save_checkpoint(
             files[name] = write_text(folder / name, base.sha256)
             files |= copy_companions(source, folder, generation_config=generation_config)
         # Hashing and writing release the GIL, so the groups take no longer than the largest of them.
-        with ThreadPoolExecutor(max_workers=len(groups)) as pool:
+        with ThreadPoolExecutor(max_workers=min(len(groups), NUM_WRITERS)) as pool:
             for written in pool.map(write_group, groups):
                 files |= written
         if adapter is not None and adapter.export != "adapter":
@@ -233,17 +246,24 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    store: HostStore, folder: Path, *, base: Path | None = None, base_sha256: Callable[[], str] | None = None
+    store: HostStore,
+    folder: Path,
+    *,
+    base: Path | None = None,
+    base_sha256: Callable[[], str] | None = None,
+    on_conversion: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Restore every plane bit by bit, checking every file against the manifest on the way; returns the trainer's state.
+    Where optimizer states have another form than the store's, they are converted, and `on_conversion` gets a sentence
+    about it; without that, such a checkpoint is refused.
 
     Names, shapes and sizes are checked before anything is written. When a checksum fails later on, the store's
     contents are undefined and must not be trained on. Where the store has adapters, its frozen weights come from the
     model folder `base`, whose digest `base_sha256` gives.
 
     Raises:
-        InvalidModel: the folder is not a checkpoint, is truncated, belongs to another model, or a file's checksum
-            fails; it is named.
+        InvalidModel: the folder is not a checkpoint, is truncated, belongs to another model, has optimizer states of
+            another form, or a file's checksum fails; it is named.
     """
     manifest = read_manifest(folder)
     if _has_adapters(store.layout) != (manifest.base is not None):
@@ -263,7 +283,16 @@ def load_checkpoint(
                 "checkpoint",
                 file=folder / name,
             )
-    contents = _plan_reads(store, folder, manifest)
+    headers = _compressed_headers(folder, manifest)
+    if is_converted := _is_converted(store.layout, headers):
+        forms = ("exact", "compressed") if not headers else ("compressed", "exact")
+        has = f"has {forms[0]} optimizer states, and this job keeps {forms[1]} ones (train.optimizer_states)"
+        if on_conversion is None:
+            raise InvalidModel(f"{has}; start a new job with it: init_from", file=folder)
+        how = "rounded to 8 bits, and the weights to 24" if not headers else "widened, which changes no number"
+        on_conversion(f"the checkpoint {has}: they were {how}")
+    contents = _plan_reads(store, folder, manifest, compressed=headers)
+    scales_of = {name: read_scales(header) for name, header in headers.items()} if is_converted else {}
     if manifest.base is not None:
         assert base is not None
         load_model(store, base)
@@ -271,18 +300,33 @@ def load_checkpoint(
     def restore(name: str) -> None:
         file, content = folder / name, contents.get(name)
         # A file without tensors is read for its checksum only.
-        sha256 = record_file(file).sha256 if content is None else _restore_tensors(store, file, *content)
+        sha256 = record_file(file).sha256 if content is None else _restore_tensors(store, file, *content, scales_of)
         if sha256 != manifest.files[name].sha256:
             raise InvalidModel("does not match its checksum: the file is corrupt; use another checkpoint", file=file)
 
-    # The rounding bits change what the model's own files have put in place.
-    is_late = {name: name in contents and contents[name][0] == _ROUNDING for name in manifest.files}
-    for late in (False, True):
-        with ThreadPoolExecutor(max_workers=len(_STEMS)) as pool:
-            list(pool.map(restore, [name for name in manifest.files if is_late[name] == late]))
+    # The rounding bits change what the model's own files have put in place, and 24 bits are rounded from what is then
+    # exact.
+    turns = {_ROUNDING: 1, "lo": 2 if is_converted else 0}
+    turn_of = {name: turns.get(contents[name][0], 0) if name in contents else 0 for name in manifest.files}
+    for turn in range(3):
+        # Files that are converted write to the same planes.
+        with ThreadPoolExecutor(max_workers=1 if is_converted else NUM_WRITERS) as pool:
+            list(pool.map(restore, [name for name in manifest.files if turn_of[name] == turn]))
     state = json.loads((folder / STATE_FILE).read_bytes())
     assert isinstance(state, dict), "the trainer's state was written as an object"
     return state
+
+
+def _compressed_headers(folder: Path, manifest: Manifest) -> dict[str, TensorHeader]:
+    """Of the tensors whose states are compressed in a checkpoint, the scales."""
+    if not any(name.startswith(f"{TRAINER_FOLDER}/scales") for name in manifest.files):
+        return {}
+    return read_safetensors_headers(folder / TRAINER_FOLDER, stem="scales")
+
+
+def _is_converted(layout: StoreLayout, compressed: Collection[str]) -> bool:
+    """Whether a store has the states of some tensor in another form than a checkpoint."""
+    return any(place.compressed != (place.name in compressed) for place in _held(layout))
 
 
 def _has_adapters(layout: StoreLayout) -> bool:
@@ -354,11 +398,12 @@ def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[
         return ("U8", (-(-place.num_elements // 8),)) if exported_as == "BF16" and place.exact else None
     if stem == "hi":
         is_kept = exported_as == "F16"
-    elif stem == "lo":
-        is_kept = place.exact and exported_as != "F32"
+    elif stem in ("lo", "lo8"):
+        is_kept = place.low == stem and exported_as != "F32"
     else:
-        is_kept = place.trained
-    return (_DTYPE_OF_PLANE[stem], place.shape) if is_kept else None
+        is_kept = place.trained and place.compressed == (stem in COMPRESSED_PLANES)
+    shape = (-(-place.num_elements // COMPRESSED_GROUP), 2) if stem == "scales" else place.shape
+    return (_DTYPE_OF_PLANE[stem], shape) if is_kept else None
 
 
 def _pieces(
@@ -369,15 +414,17 @@ def _pieces(
         with store.reading(name, stem):
             yield store.flat(name, stem).view(torch.uint8).numpy().data
         return
-    hi, is_exact = store.flat(name, "hi"), store.layout.find(name)[1].exact
+    hi, low, plane = store.flat(name, "hi"), store.low(name), store.layout.find(name)[1].low
     # What has no `lo` half is what it would be if all of that were 0.
-    lo = store.flat(name, "lo") if is_exact else torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16)
+    lo = torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16) if low is None else low
+    # Of a weight halfway between two bfloat16 numbers.
+    tie = torch.iinfo(lo.dtype).min
     is_merged = dtype in ("F32", "F16")
     master = torch.empty(min(len(hi), _PIECE_ELEMENTS) if is_merged else 0, dtype=torch.float32)
-    with store.reading(name, "hi"), store.reading(name, "lo") if is_exact else nullcontext():
+    with store.reading(name, "hi"), nullcontext() if plane is None else store.reading(name, plane):
         for start in range(0, len(hi), _PIECE_ELEMENTS):
             part = slice(start, start + _PIECE_ELEMENTS)
-            lo_part = lo[part] if is_exact else lo[: len(hi[part])]
+            lo_part = lo[: len(hi[part])] if plane is None else lo[part]
             if is_merged:
                 merged = master[: len(hi[part])]
                 merge_master(hi[part], lo_part, merged)
@@ -389,7 +436,7 @@ def _pieces(
                 continue
             bits = hi[part].view(torch.uint16).numpy()
             # 1 where half to even gives the number below `hi`: on a tie, and where `hi` is odd.
-            down = np.where(lo_part.numpy() == _TIE, bits & np.uint16(1), np.uint16(0))
+            down = np.where(lo_part.numpy() == tie, bits & np.uint16(1), np.uint16(0))
             if stem == _ROUNDING:
                 yield np.packbits(down.astype(np.bool_)).data
             else:
@@ -397,11 +444,15 @@ def _pieces(
                 yield (bits - down if down.any() else bits).view(np.uint8).data
 
 
-def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str, tuple[str, list[TensorHeader]]]:
-    """For every safetensors file: its stem and its tensors in file order."""
+def _plan_reads(
+    store: HostStore, folder: Path, manifest: Manifest, *, compressed: Collection[str]
+) -> dict[str, tuple[str, list[TensorHeader]]]:
+    """For every safetensors file: its stem and its tensors in file order. `compressed` are those whose states are so in
+    the checkpoint."""
     contents: dict[str, tuple[str, list[TensorHeader]]] = {}
     dtypes: dict[str, str] = {}
-    held, of_adapter = _held(store.layout), adapter_part(manifest.files)
+    held = [replace(place, compressed=place.name in compressed) for place in _held(store.layout)]
+    of_adapter = adapter_part(manifest.files)
     for stem in _STEMS:
         prefix = "" if stem == MODEL_STEM else f"{TRAINER_FOLDER}/"
         wanted = {t.name: form for t in held if (form := _form(stem, t, dtypes.get(t.name, "")))}
@@ -436,7 +487,9 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     return contents
 
 
-def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[TensorHeader]) -> str:
+def _restore_tensors(
+    store: HostStore, file: Path, stem: str, headers: Sequence[TensorHeader], scales_of: Mapping[str, torch.Tensor]
+) -> str:
     """Read a file once: its tensors into the store, every byte into the checksum that is returned."""
     digest = hashlib.sha256()
     staging = memoryview(bytearray(PIECE_BYTES))
@@ -445,32 +498,38 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
         _read_into(stream, header)
         digest.update(header)
         for tensor in headers:
-            hi, is_exact = store.flat(tensor.name, "hi"), store.layout.find(tensor.name)[1].exact
+            place = store.layout.find(tensor.name)[1]
+            hi = store.flat(tensor.name, "hi")
             # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
             plane = "hi" if stem == MODEL_STEM and tensor.dtype == "BF16" else stem
+            is_converted = plane in PLANES_OF and place.compressed == (plane in EXACT_PLANES)
             in_place, is_master = None, stem == MODEL_STEM and tensor.dtype == "F32"
-            if plane in _DTYPE_OF_PLANE:
+            # Those that the file's values go to; of a model in fp16 they are in other files.
+            written_planes = ["hi"] if is_master or stem == _ROUNDING else []
+            if is_master and place.low is not None:
+                written_planes.append(place.low)
+            if is_converted:
+                written_planes += PLANES_OF[plane]
+            elif plane in _DTYPE_OF_PLANE:
                 in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
+                written_planes.append(plane)
             with ExitStack() as written:
-                # Those that the file's values go to; of a model in fp16 they are in other files.
-                written_planes = [plane] if in_place is not None else ["hi"] if is_master or stem == _ROUNDING else []
-                for name in [*written_planes, "lo"] if is_master and is_exact else written_planes:
-                    written.enter_context(store.writing(tensor.name, name, reads=stem == _ROUNDING))
+                for name in written_planes:
+                    written.enter_context(store.writing(tensor.name, name, reads=is_converted or stem == _ROUNDING))
                 for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
                     size = min(PIECE_BYTES, tensor.end - tensor.start - start)
                     piece = staging[:size] if in_place is None else in_place[start : start + size]
                     _read_into(stream, piece)
                     digest.update(piece)
-                    if stem == _ROUNDING:
+                    if is_converted:
+                        convert(store, tensor.name, plane, piece, start // DTYPE_BYTES[tensor.dtype], scales_of)
+                    elif stem == _ROUNDING:
                         bits = hi[8 * start : 8 * (start + size)].view(torch.uint16).numpy()
                         bits += np.unpackbits(np.frombuffer(piece, dtype=np.uint8), count=len(bits))
                     elif is_master:
                         part = slice(start // 4, (start + size) // 4)
-                        lo = (
-                            store.flat(tensor.name, "lo")[part]
-                            if is_exact
-                            else torch.empty(size // 4, dtype=torch.int16)
-                        )
+                        lo = store.low(tensor.name)
+                        lo = torch.empty(size // 4, dtype=torch.int16) if lo is None else lo[part]
                         split_master(torch.frombuffer(piece, dtype=torch.float32), hi[part], lo)
     return digest.hexdigest()
 

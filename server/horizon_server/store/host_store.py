@@ -1,7 +1,8 @@
 """The host parameter store: every parameter's master weight and moments, in planes of host memory.
 
-The exact fp32 master is kept as a bf16 half `hi` and an int16 half `lo`. Memory comes from memory files that the daemon
-creates and hands over by descriptor, or from the store's own.
+The exact fp32 master is kept as a bf16 half `hi` and an int16 half `lo`; beside compressed moments, 24 bits of it as
+`hi` and an int8 `lo8`. Memory comes from memory files that the daemon creates and hands over by descriptor, or from the
+store's own.
 
 Thread: all of it may be used from any thread; two threads must not write one unit at the same time, and nothing checks
 that.
@@ -24,6 +25,7 @@ from horizon_server.store.cpus import available_cpus
 from horizon_server.store.generations import Generations, KeptState
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
 
+_NO_ROOM = "the store keeps no gradient of an embedding whose gradient is rows"
 PlacePlane = Callable[[str, torch.Tensor], None]
 
 _PLANE_DTYPES = {
@@ -32,6 +34,10 @@ _PLANE_DTYPES = {
     "packed": torch.uint8,
     "exp_avg": torch.float32,
     "exp_avg_sq": torch.float32,
+    "lo8": torch.int8,
+    "exp_avg8": torch.int8,
+    "root8": torch.uint8,
+    "scales": torch.bfloat16,
 }
 _COMPONENTS = {
     "hi": "weights",
@@ -39,13 +45,18 @@ _COMPONENTS = {
     "packed": "weights",
     "exp_avg": "moments",
     "exp_avg_sq": "moments",
+    "lo8": "weights",
+    "exp_avg8": "moments",
+    "root8": "moments",
+    "scales": "moments",
     "grad": "gradients",
 }
 
 
 class HostStore:
     """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), `grad` where updates are deferred, and
-    `packed` (uint8) where frozen weights are kept in fewer bits.
+    `packed` (uint8) where frozen weights are kept in fewer bits; where states are compressed, also `lo8` and `exp_avg8`
+    (int8), `root8` (uint8) and `scales` (bf16), as `reference` has them.
 
     `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold
     zeros only. `generations` says which updates the units have. With a `base`, the frozen weights of its planes are in
@@ -147,10 +158,10 @@ class HostStore:
         """What of that is this job's alone."""
         if self._base is None or plane not in ("hi", "lo", "packed"):
             return self.held(plane)
-        starts = [(self.layout.offset_in(plane, unit), unit) for unit in self.layout.units]
-        return [
-            slice(s, s + unit.trained_elements) for s, unit in starts if plane != "packed" and unit.trained_elements
-        ]
+        if plane == "packed":
+            return []
+        units = [unit for unit in self.layout.units if unit.trained_elements]
+        return [self.layout.part_in(plane, unit, slice(0, unit.trained_elements)) for unit in units]
 
     def frozen_writable(self) -> AbstractContextManager[None]:
         """Have the pages of frozen weights that other jobs map too writable within the block: drivers ask for that
@@ -187,8 +198,9 @@ class HostStore:
 
     def zero(self, names: Sequence[str]) -> list[torch.Tensor]:
         """What the caller has to fill with zeros, so that these planes are zero: nothing of a plane that was never
-        written."""
-        return [self.plane(name)[part] for name in names if name not in self.blank for part in self._own(name)]
+        written, or that the layout has no use for."""
+        written = [name for name in names if name in self._planes and name not in self.blank]
+        return [self.plane(name)[part] for name in written for part in self._own(name)]
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no
@@ -203,11 +215,17 @@ class HostStore:
         return self.plane(plane).narrow(0, self._offset(unit, plane), unit.elements_in(plane))
 
     def flat(self, name: str, plane: str) -> torch.Tensor:
-        """One parameter in a plane that holds it. Shapes: [parameter.num_elements]."""
+        """One parameter in a plane that holds it. Shapes: [parameter.num_elements], of `scales` two for each group."""
         unit, place = self.layout.find(name)
-        holds = {"hi": place.packing == "none", "lo": place.exact}.get(plane, place.trained)
-        assert holds, f"{plane} does not hold {name}"
-        return self.plane(plane).narrow(0, self._offset(unit, plane) + place.offset, place.num_elements)
+        part = self.layout.part_in(plane, unit, slice(place.offset, place.offset + place.num_elements))
+        assert part.start >= 0, _NO_ROOM
+        assert part.start < part.stop or not place.num_elements, f"{plane} does not hold {name}"
+        return self.plane(plane)[part]
+
+    def low(self, name: str) -> torch.Tensor | None:
+        """What a parameter's master has beside `hi`, int16 or int8; None where that is nothing. Shapes: as `flat`."""
+        plane = self.layout.find(name)[1].low
+        return None if plane is None else self.flat(name, plane)
 
     def tensor(self, name: str, plane: str) -> torch.Tensor:
         """One parameter in a plane, in its own shape; otherwise as `flat`."""
@@ -216,7 +234,7 @@ class HostStore:
     def _offset(self, unit: UnitLayout, plane: str) -> int:
         offset = self.layout.offset_in(plane, unit)
         # A negative offset would count from the plane's end.
-        assert offset >= 0, "the store keeps no gradient of an embedding whose gradient is rows"
+        assert offset >= 0, _NO_ROOM
         return offset
 
     def merge_master(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
@@ -232,10 +250,14 @@ class HostStore:
 
     def merge_part(self, index: int, part: slice, out: torch.Tensor, *, num_threads: int = 1) -> None:
         """Like `merge_unpacked`, for these elements of the unit alone; `out` begins where they do."""
-        hi, lo = (self.unit(index, plane)[part] for plane in ("hi", "lo"))
-        num_exact = len(lo)
-        merge_master(hi[:num_exact], lo, out[:num_exact], num_threads=num_threads)
-        out[num_exact : len(hi)].copy_(hi[num_exact:])
+        unit, hi = self.layout.units[index], self.unit(index, "hi")[part]
+        end = 0
+        for plane in ("lo8", "lo"):
+            lo = self._planes[plane][self.layout.part_in(plane, unit, part)] if plane in self._planes else hi[:0]
+            if len(lo):
+                merge_master(hi[end : end + len(lo)], lo, out[end : end + len(lo)], num_threads=num_threads)
+                end += len(lo)
+        out[end : len(hi)].copy_(hi[end:])
 
     def unpack(self, index: int, block: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of a unit's packed tensors to their places in `out`, in its dtype. `block` is the unit's
@@ -258,12 +280,13 @@ class HostStore:
         return values.view(place.shape)
 
     def exact(self, index: int, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The exact fp32 master of a part of a unit, contiguous; `read` cuts the part out of a plane of the unit."""
-        hi, lo = self.unit(index, "hi"), self.unit(index, "lo")
+        """The exact fp32 master of a part of a unit whose states are exact, contiguous; `read` cuts the part out of a
+        plane of the unit."""
+        hi, lo, held = self.unit(index, "hi"), self.unit(index, "lo"), self.layout.units[index].held_in("lo")
         if len(lo) < len(hi):
             # `read` expects the whole unit; pages of zeros that nothing touches take no memory.
             whole = torch.zeros(len(hi), dtype=torch.int16)
-            whole[: len(lo)] = lo
+            whole[held] = lo
             lo = whole
         return join_halves(read(hi), read(lo))
 
@@ -284,8 +307,8 @@ class HostStore:
         if place.packing != "none":
             self.write_packed(name, master)
             return
-        hi = self.flat(name, "hi")
-        split_master(master, hi, self.flat(name, "lo") if place.exact else torch.empty(len(hi), dtype=torch.int16))
+        hi, lo = self.flat(name, "hi"), self.low(name)
+        split_master(master, hi, torch.empty(len(hi), dtype=torch.int16) if lo is None else lo)
 
     def write_packed(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
         """Pack elements of one parameter from `start` on, as `packing.pack` does. Shapes: flat, fp32."""
@@ -335,29 +358,32 @@ def join_halves(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
 def merge_master(hi: torch.Tensor, lo: torch.Tensor, out: torch.Tensor, *, num_threads: int = 1) -> None:
     """Restore the fp32 master: `out` gets `hi + lo`, exactly.
 
-    Shapes: hi bfloat16 [N], lo int16 [N], out float32 [N]; contiguous, on the CPU.
+    Shapes: hi bfloat16 [N], lo int16 or int8 [N], out float32 [N]; contiguous, on the CPU.
     """
     _check(hi, lo, out)
     if (kernel := native.library()) is None:
         reference.merge(hi.view(torch.uint16).numpy(), lo.numpy(), out.numpy())
     else:
-        kernel.hz_merge(hi.data_ptr(), lo.data_ptr(), out.data_ptr(), out.numel(), num_threads)
+        merge = kernel.hz_merge_24 if lo.dtype == torch.int8 else kernel.hz_merge
+        merge(hi.data_ptr(), lo.data_ptr(), out.data_ptr(), out.numel(), num_threads)
 
 
 def split_master(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, *, num_threads: int = 1) -> None:
-    """Split an fp32 master into `hi`, its bf16 rounding, and `lo`, what is left; `merge_master` gives it back exactly.
+    """Split an fp32 master into `hi`, its bf16 rounding, and `lo`, what is left; `merge_master` gives it back exactly,
+    or with int8 the nearest number of 24 bits.
 
-    Shapes: master float32 [N], hi bfloat16 [N], lo int16 [N]; contiguous, on the CPU.
+    Shapes: master float32 [N], hi bfloat16 [N], lo int16 or int8 [N]; contiguous, on the CPU.
     """
     _check(hi, lo, master)
     if (kernel := native.library()) is None:
         reference.split(master.numpy(), hi.view(torch.uint16).numpy(), lo.numpy())
     else:
-        kernel.hz_split(master.data_ptr(), hi.data_ptr(), lo.data_ptr(), master.numel(), num_threads)
+        split = kernel.hz_split_24 if lo.dtype == torch.int8 else kernel.hz_split
+        split(master.data_ptr(), hi.data_ptr(), lo.data_ptr(), master.numel(), num_threads)
 
 
 def _check(hi: torch.Tensor, lo: torch.Tensor, master: torch.Tensor) -> None:
-    assert hi.dtype == torch.bfloat16 and lo.dtype == torch.int16 and master.dtype == torch.float32
+    assert hi.dtype == torch.bfloat16 and lo.dtype in (torch.int16, torch.int8) and master.dtype == torch.float32
     for tensor in (hi, lo, master):
         assert tensor.dim() == 1 and tensor.shape == master.shape, "a master and its halves are flat, of one length"
         assert tensor.is_contiguous() and tensor.device.type == "cpu", "a master and its halves are contiguous, on CPU"

@@ -3,9 +3,10 @@ allocates by.
 
 It reads parameter names and shapes only, and knows no architecture by name.
 
-A unit's tensors come in four groups: those that are trained, frozen ones whose exact value takes both halves, frozen
-ones that bfloat16 holds exactly, and packed ones. So what a plane holds of a unit is always its first part, and one
-offset of a tensor serves all planes and the device; but packed tensors have a plane of their own.
+A unit's tensors come in five groups: those that are trained with compressed states, others that are trained, frozen
+ones whose exact value takes both halves, frozen ones that bfloat16 holds exactly, and packed ones. So what a plane
+holds of a unit is always one stretch of it, and one offset of a tensor serves all planes and the device; but packed
+tensors have a plane of their own.
 
 Units: offsets and sizes are elements unless a name says bytes.
 Source: Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
@@ -24,8 +25,29 @@ from typing import Literal
 from horizon_server.errors import InvalidModel
 from horizon_server.store.safetensors_files import TensorHeader, list_number
 
-# Bytes per parameter of the planes every store has; `grad` and `packed` come on top where they are wanted.
-PLANE_BYTES: Mapping[str, int] = {"hi": 2, "lo": 2, "exp_avg": 4, "exp_avg_sq": 4}
+# Bytes of an element of each plane, which is a parameter except in `scales`; `grad` and `packed` come on top where they
+# are wanted. The first four are an exact parameter's; a compressed one has `hi` and the last four.
+PLANE_BYTES: Mapping[str, int] = {
+    "hi": 2,
+    "lo": 2,
+    "exp_avg": 4,
+    "exp_avg_sq": 4,
+    "lo8": 1,
+    "exp_avg8": 1,
+    "root8": 1,
+    "scales": 2,
+}
+EXACT_PLANES = ("lo", "exp_avg", "exp_avg_sq")
+COMPRESSED_PLANES = ("lo8", "exp_avg8", "root8", "scales")
+MOMENT_PLANES = ("exp_avg", "exp_avg_sq", "exp_avg8", "root8", "scales")
+COMPRESSED_GROUP = 32
+"""Elements that have one scale for each moment, next to each other in `scales`; groups begin where tensors do."""
+EXACT_BYTES = 12
+"""Of a trained parameter, without its gradient."""
+COMPRESSED_BYTES = 5.125
+"""The same, where its states are compressed."""
+SMALLEST_COMPRESSED = 4096
+"""Elements of a tensor. What is smaller stays exact: together it is next to nothing."""
 
 # 64 bytes in bf16: one cache line and one AVX-512 register.
 TENSOR_ALIGN_ELEMENTS = 32
@@ -42,6 +64,15 @@ PACKED_PIECE_ELEMENTS = 1 << 22
 _PACKED_ALIGN_BYTES = 64
 # What weight decay applies to: what the Hugging Face Trainer decays; the matrices of layers and head; every parameter.
 DecayRule = Literal["trainer", "matrices", "all"]
+
+# Of the tensors of a unit, in the planes' order: compressed, trained, exact, packed.
+_GROUPS = (
+    (True, True, True, False),
+    (False, True, True, False),
+    (False, False, True, False),
+    (False, False, False, False),
+    (False, False, False, True),
+)
 
 _TRAINER_SPARES = re.compile(
     # The patterns of transformers' Trainer.get_decay_parameter_names ...
@@ -82,7 +113,8 @@ class TensorLayout:
     """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it,
     and `lr_scale` multiplies its learning rate. A tensor that is not `trained` has no moments and no gradient; one that
     is not `exact` has no `lo` half either, because `hi` holds its value; and one that is packed is in the `packed`
-    plane alone. A tensor of an adapter `adapts` the weight of that name, and is in no model folder.
+    plane alone. One that is `compressed` has `lo8` for `lo`, and codes and scales for moments. A tensor of an adapter
+    `adapts` the weight of that name, and is in no model folder.
     """
 
     name: str
@@ -97,6 +129,12 @@ class TensorLayout:
     norm_dim: int | None = None
     """Of a magnitude (DoRA): the dimension of the adapted weight that its norms run along, that of the map's inputs."""
     packing: Packing = "none"
+    compressed: bool = False
+
+    @property
+    def low(self) -> Literal["lo", "lo8"] | None:
+        """The plane of what its value has beside `hi`; None where that is nothing."""
+        return "lo8" if self.compressed else "lo" if self.exact else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +157,11 @@ class UnitLayout:
     offset: int
     num_elements: int
     tensors: tuple[TensorLayout, ...]
+
+    @cached_property
+    def compressed_elements(self) -> int:
+        """Of the part with the tensors whose states are compressed, which is the first of the trained part."""
+        return self._end_of([tensor for tensor in self.tensors if tensor.compressed])
 
     @cached_property
     def trained_elements(self) -> int:
@@ -167,10 +210,21 @@ class UnitLayout:
         """Of the unit's block of the `packed` plane, padded."""
         return _padded(max((max(p.scales.stop, p.group_scales.stop) for p in self.packed_parts.values()), default=0))
 
+    def held_in(self, plane: str) -> slice:
+        """The elements of the unit that a plane holds, which is not `packed`."""
+        if plane in COMPRESSED_PLANES:
+            return slice(0, self.compressed_elements)
+        if plane in EXACT_PLANES:
+            stop = self.exact_elements if plane == "lo" else self.trained_elements
+            return slice(self.compressed_elements, max(stop, self.compressed_elements))
+        return slice(0, self.unpacked_elements if plane == "hi" else self.trained_elements)
+
     def elements_in(self, plane: str) -> int:
-        """How much of the unit a plane holds, from its beginning."""
-        found = {"hi": self.unpacked_elements, "lo": self.exact_elements, "packed": self.packed_bytes}
-        return found.get(plane, self.trained_elements)
+        """How many elements of a plane the unit has."""
+        if plane == "packed":
+            return self.packed_bytes
+        held = self.held_in(plane)
+        return _in_plane(plane, held.stop - held.start)
 
     def _end_of(self, tensors: Sequence[TensorLayout]) -> int:
         end = max((tensor.offset + tensor.num_elements for tensor in tensors), default=0)
@@ -230,7 +284,20 @@ class StoreLayout:
         """Where a unit starts in a plane. A `grad` plane has no room for an embedding whose gradient is kept as
         rows."""
         left_out = self.units[0].trained_elements if plane == "grad" and self.has_row_gradients else 0
-        return self._offsets[plane if plane in ("hi", "lo", "packed") else "trained"][unit.index] - left_out
+        return self._offsets[plane][unit.index] - left_out
+
+    def part_in(self, plane: str, unit: UnitLayout, part: slice) -> slice:
+        """Where a plane, which is not `packed`, has what it holds of these elements of a unit; they begin and end with
+        groups or tensors."""
+        held, offset = unit.held_in(plane), self.offset_in(plane, unit)
+        start = min(max(part.start, held.start), held.stop)
+        stop = max(start, min(part.stop, held.stop))
+        return slice(offset + _in_plane(plane, start - held.start), offset + _in_plane(plane, stop - held.start))
+
+    @cached_property
+    def is_compressed(self) -> bool:
+        """Whether the states of some tensor are."""
+        return any(unit.compressed_elements for unit in self.units)
 
     def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
         """The unit and the tensor of a parameter name; KeyError where the store has none."""
@@ -244,7 +311,8 @@ class StoreLayout:
 
     @cached_property
     def _offsets(self) -> dict[str, list[int]]:
-        sizes = {plane: [unit.elements_in(plane) for unit in self.units] for plane in ("hi", "lo", "packed", "trained")}
+        planes = (*PLANE_BYTES, "packed", "grad")
+        sizes = {plane: [unit.elements_in(plane) for unit in self.units] for plane in planes}
         return {plane: list(accumulate(found, initial=0)) for plane, found in sizes.items()}
 
     @cached_property
@@ -332,27 +400,48 @@ def _grouped(
     is_bfloat16: Callable[[str], bool],
     packing_of: Callable[[str], Packing],
 ) -> StoreLayout:
+    def kept(tensor: TensorLayout) -> TensorLayout:
+        trained = is_trained(tensor.name)
+        packing = "none" if trained else packing_of(tensor.name)
+        exact = trained or (packing == "none" and not is_bfloat16(tensor.name))
+        compressed = trained and tensor.compressed
+        return replace(tensor, trained=trained, exact=exact, packing=packing, compressed=compressed)
+
+    return _placed_again(layout, kept)
+
+
+def with_compressed_states(
+    layout: StoreLayout, *, is_exact: Callable[[str], bool] = lambda _: False, smallest: int = SMALLEST_COMPRESSED
+) -> StoreLayout:
+    """The same layout with compressed states: of the trained matrices outside of the embedding that have at least
+    `smallest` elements, but for norms, biases and those that are `is_exact` by their names."""
+
+    def compressed(unit: UnitLayout, tensor: TensorLayout) -> bool:
+        is_matrix = decays(tensor.name, tensor.shape, unit.kind, "matrices")
+        is_large = tensor.trained and tensor.num_elements >= smallest
+        return is_matrix and is_large and not is_exact(tensor.name)
+
+    units = (
+        replace(unit, tensors=tuple(replace(tensor, compressed=compressed(unit, tensor)) for tensor in unit.tensors))
+        for unit in layout.units
+    )
+    return _placed_again(replace(layout, units=tuple(units)), lambda tensor: tensor)
+
+
+def _placed_again(layout: StoreLayout, change: Callable[[TensorLayout], TensorLayout]) -> StoreLayout:
+    """The layout with other tensors of the same names, each in its group, and in the order of before within it."""
     units: list[UnitLayout] = []
     offset = 0
     for unit in layout.units:
-        found: list[TensorLayout] = []
-        for tensor in unit.tensors:
-            trained = is_trained(tensor.name)
-            packing = "none" if trained else packing_of(tensor.name)
-            exact = trained or (packing == "none" and not is_bfloat16(tensor.name))
-            found.append(replace(tensor, trained=trained, exact=exact, packing=packing))
+        found = [change(tensor) for tensor in unit.tensors]
         tensors: list[TensorLayout] = []
         size = 0
-        for trained, exact, packed in (
-            (True, True, False),
-            (False, True, False),
-            (False, False, False),
-            (False, False, True),
-        ):
-            group = [t for t in found if (t.trained, t.exact, t.packing != "none") == (trained, exact, packed)]
+        for key in _GROUPS:
+            group = [t for t in found if (t.compressed, t.trained, t.exact, t.packing != "none") == key]
             placed, end = _placed(group, size)
             tensors += placed
             size = end
+        assert len(tensors) == len(found), "each tensor is in one group"
         units.append(replace(unit, offset=offset, num_elements=size, tensors=tuple(tensors)))
         offset += size
     return StoreLayout(units=tuple(units), num_elements=offset, tied=layout.tied)
@@ -369,10 +458,11 @@ def with_lr_scales(layout: StoreLayout, scales: Mapping[str, float]) -> StoreLay
 
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
     """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0, and
-    without a `packed` one where nothing is packed.
+    without those that hold nothing where nothing is packed or compressed.
     """
     is_packed = any(unit.packed_bytes for unit in layout.units)
-    bytes_per_element, last = {**PLANE_BYTES, "packed": int(is_packed), "grad": grad_dtype_bytes}, layout.units[-1]
+    planes = {name: size for name, size in PLANE_BYTES.items() if layout.is_compressed or name not in COMPRESSED_PLANES}
+    bytes_per_element, last = {**planes, "packed": int(is_packed), "grad": grad_dtype_bytes}, layout.units[-1]
     # No memory file is empty, also where only the table is trained, whose gradient is not in the plane.
     return {
         plane: max(UNIT_ALIGN_ELEMENTS, layout.offset_in(plane, last) + last.elements_in(plane)) * size
@@ -487,6 +577,11 @@ def _placed(tensors: Sequence[TensorLayout], offset: int) -> tuple[tuple[TensorL
         placed.append(replace(tensor, offset=offset))
         offset += -(-tensor.num_elements // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS
     return tuple(placed), _padded(offset)
+
+
+def _in_plane(plane: str, num_elements: int) -> int:
+    """Of a unit's elements, how many elements of a plane are theirs."""
+    return 2 * -(-num_elements // COMPRESSED_GROUP) if plane == "scales" else num_elements
 
 
 def _padded(num_elements: int) -> int:

@@ -20,7 +20,13 @@ from horizon_server.store.adapter_norms import adapted_norms, rows_at_once
 from horizon_server.store.adapters import LORA_A, LORA_B
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore, merge_master, split_master
-from horizon_server.store.layout import StoreLayout, TensorLayout, is_output_projection, parameter_shapes
+from horizon_server.store.layout import (
+    MOMENT_PLANES,
+    StoreLayout,
+    TensorLayout,
+    is_output_projection,
+    parameter_shapes,
+)
 from horizon_server.store.model_files import is_prediction_head, read_config
 from horizon_server.store.packing import piece_elements
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
@@ -65,7 +71,7 @@ def load_model(
     # A plane that was never touched is zero already: each byte of the store is written once.
     parts = [
         memory[start : start + _ZEROED_ELEMENTS]
-        for memory in store.zero(("lo", "exp_avg", "exp_avg_sq"))
+        for memory in store.zero(("lo", "lo8", *MOMENT_PLANES))
         for start in range(0, len(memory), _ZEROED_ELEMENTS)
     ]
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
@@ -139,8 +145,9 @@ def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
     Each tensor has random numbers of its own, so they depend neither on threads nor on which other adapters there are.
     """
     norms = None if place.norm_dim is None else _norms(store, place.adapts, place.norm_dim)
-    hi, lo = store.flat(place.name, "hi"), store.flat(place.name, "lo")
-    with store.writing(place.name, "hi"), store.writing(place.name, "lo"):
+    hi, lo = store.flat(place.name, "hi"), store.low(place.name)
+    assert lo is not None and place.low is not None, "what is trained has both halves"
+    with store.writing(place.name, "hi"), store.writing(place.name, place.low):
         if norms is not None:
             split_master(norms, hi, lo)
         elif place.name.endswith(LORA_B):
@@ -170,15 +177,15 @@ def _norms(store: HostStore, name: str, norm_dim: int) -> torch.Tensor:
 
     def values(start: int, end: int) -> torch.Tensor:
         part = slice(start * width, end * width)
-        hi, master = store.flat(name, "hi")[part], torch.empty((end - start) * width)
-        if place.exact:
-            merge_master(hi, store.flat(name, "lo")[part], master)
+        hi, lo, master = store.flat(name, "hi")[part], store.low(name), torch.empty((end - start) * width)
+        if lo is not None:
+            merge_master(hi, lo[part], master)
         else:
             master.copy_(hi)
         return master.view(-1, width)
 
     with ExitStack() as read:
-        for plane in ("hi", "lo") if place.exact else ("hi",) if place.packing == "none" else ():
+        for plane in _halves(place) if place.packing == "none" else ():
             read.enter_context(store.reading(name, plane))
         if place.packing != "none" or not norm_dim:
             whole = values(0, num_rows) if place.packing == "none" else store.unpacked(name)
@@ -196,7 +203,7 @@ def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> N
         with store.writing(header.name, "hi"):
             _load_in_place(store.flat(header.name, "hi"), header)
         return
-    planes = ("hi", "lo") if place.packing == "none" else ("packed",)
+    planes = _halves(place) if place.packing == "none" else ("packed",)
     at_once = STAGING_ELEMENTS if place.packing == "none" else piece_elements(place, STAGING_ELEMENTS)
     with ExitStack() as written:
         stream = written.enter_context(header.file.open("rb", buffering=0))
@@ -212,9 +219,16 @@ def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> N
                 _require_finite(master, header)
                 store.write_packed(header.name, master, start=offset)
                 continue
-            hi, lo = (store.flat(header.name, plane)[offset : offset + num_elements] for plane in ("hi", "lo"))
-            split_master(master, hi, lo)
+            part = slice(offset, offset + num_elements)
+            hi, lo = store.flat(header.name, "hi")[part], store.low(header.name)
+            assert lo is not None, "only what bfloat16 holds exactly has one half"
+            split_master(master, hi, lo[part])
             _require_finite(hi, header)
+
+
+def _halves(place: TensorLayout) -> tuple[str, ...]:
+    """The planes of an unpacked weight."""
+    return ("hi",) if place.low is None else ("hi", place.low)
 
 
 def _load_in_place(hi: torch.Tensor, header: TensorHeader) -> None:

@@ -53,6 +53,7 @@ class Scalars(ctypes.Structure):
             "one_minus_beta2",
             "scaled_eps",
             "scaled_step_size",
+            "most_ratio",
         )
     )
 
@@ -100,13 +101,15 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
         scalars,
         number,
     )
-    lib.hz_merge.argtypes = (pointer, pointer, pointer, size, number)
-    lib.hz_split.argtypes = (pointer, pointer, pointer, size, number)
+    lib.hz_adamw_compressed.argtypes = (*[pointer] * 6, number, segments, size, scalars, pointer, number)
+    for function in (lib.hz_merge, lib.hz_split, lib.hz_merge_24, lib.hz_split_24):
+        function.argtypes = (pointer, pointer, pointer, size, number)
+        function.restype = None
     lib.hz_sum_squares.argtypes = (pointer, number, size, pointer, number)
     lib.hz_add.argtypes = (pointer, pointer, size, pointer, number)
     lib.hz_square_blocks.argtypes = (pointer, number, size, size, pointer, number)
     lib.hz_triad.argtypes = (pointer, pointer, pointer, ctypes.c_double, size, number)
-    for function in (lib.hz_adamw, lib.hz_adamw_rows, lib.hz_merge, lib.hz_split, lib.hz_square_blocks, lib.hz_triad):
+    for function in (lib.hz_adamw, lib.hz_adamw_rows, lib.hz_adamw_compressed, lib.hz_square_blocks, lib.hz_triad):
         function.restype = None
     lib.hz_sum_squares.restype = lib.hz_add.restype = ctypes.c_double
     lib.hz_norm_block.restype = size

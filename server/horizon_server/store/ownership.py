@@ -90,13 +90,12 @@ class Ownership:
     def parts_in(self, plane: str, rank: int) -> Iterator[slice]:
         """Where a plane has what a rank owns, in the order of units."""
         for unit in self.layout.units:
-            offset = self.layout.offset_in(plane, unit)
             # A negative one is that of a unit which the plane leaves out.
-            if offset >= 0:
-                size = unit.elements_in(plane)
-                for part in (of_ranks(unit.index)[rank] for of_ranks in (self.trained, self.frozen)):
-                    if part.start < min(part.stop, size):
-                        yield slice(offset + part.start, offset + min(part.stop, size))
+            if self.layout.offset_in(plane, unit) >= 0:
+                for of_ranks in (self.trained, self.frozen):
+                    part = self.layout.part_in(plane, unit, of_ranks(unit.index)[rank])
+                    if part.start < part.stop:
+                        yield part
 
     @property
     def num_numbers(self) -> int:

@@ -65,6 +65,8 @@ def evaluate(request: EvaluationRequest, events: EventWriter) -> tuple[EvalDone,
             request.checkpoint,
             base=request.model,
             base_sha256=lambda: DigestBook(request.digests).digest(request.model),
+            # Of weights that are only read, all bits that the job had.
+            on_conversion=lambda _: None,
         )
         device = device_for(
             execution.device_kind,

@@ -327,7 +327,11 @@ class Session:
     def _load(self, number: int, call: LoadState) -> Loaded:
         trainer, set_up = self._trainer, self._set_up
         folder = checkpoint_folder(self._request.checkpoints, call.checkpoint)
-        trainer.reload(lambda: load_state(folder, call, request=self._request, set_up=set_up))
+
+        def warn(text: str) -> None:
+            self._events.send(Message(level="warning", text=text))
+
+        trainer.reload(lambda: load_state(folder, call, request=self._request, set_up=set_up, warn=warn))
         self._changed, self._change = number, Loaded(step=trainer.step)
         self._keep()
         # Now: what it was loaded from may be deleted, and nothing could do this call again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.base_digest import check_base
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
+from horizon_server.store.layout import MOMENT_PLANES
 from horizon_server.store.manifest import TRAINER_FOLDER, read_manifest
 from horizon_server.store.model_load import load_model
 from horizon_server.worker.set_up import SetUp
@@ -27,8 +29,11 @@ def checkpoint_folder(checkpoints: Path, name: str) -> Path:
     return folder.of_step(int(step))
 
 
-def load_state(folder: Path, call: LoadState, *, request: WorkerRequest, set_up: SetUp) -> dict[str, Any] | None:
+def load_state(
+    folder: Path, call: LoadState, *, request: WorkerRequest, set_up: SetUp, warn: Callable[[str], None]
+) -> dict[str, Any] | None:
     """Fill the store, and return the trainer's state; None where only the weights were wanted, whose moments are zero.
+    `warn` gets a sentence where the checkpoint's optimizer states have another form than the session's.
 
     Weights are the exact ones of the trainer's planes where the checkpoint has them, else the exported ones.
 
@@ -38,7 +43,7 @@ def load_state(folder: Path, call: LoadState, *, request: WorkerRequest, set_up:
     store, adapter = set_up.store, set_up.adapter
     base_sha256 = None if adapter is None else adapter.base_sha256
     if call.optimizer or any((folder / TRAINER_FOLDER).glob("*.safetensors")):
-        state = load_checkpoint(store, folder, base=request.model, base_sha256=base_sha256)
+        state = load_checkpoint(store, folder, base=request.model, base_sha256=base_sha256, on_conversion=warn)
         if call.optimizer:
             trainer: dict[str, Any] = state["trainer"]
             return trainer
@@ -51,6 +56,6 @@ def load_state(folder: Path, call: LoadState, *, request: WorkerRequest, set_up:
         names = {place.name for _, place in store.layout.tensors() if place.adapts}
         adapters = read_adapter_folder(folder / (adapter_part(manifest.files) or ""))
         load_model(store, request.model, adapters=adapters.tensors(names))
-    for moments in store.zero(["exp_avg", "exp_avg_sq"]):
+    for moments in store.zero(MOMENT_PLANES):
         moments.zero_()
     return None

@@ -66,6 +66,28 @@ async def test_a_job_has_the_files_of_the_checkpoint_that_it_names(
     assert (await daemon.services.jobs.plan(ada, job.spec))[1].num_parameters == (job.plan and job.plan.num_parameters)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            "exact",
+            "compressed",
+            ", rounded to 24 bits: that job's optimizer states are exact, and this job's compressed",
+        ),
+        ("compressed", "exact", ", as they are: that job's optimizer states are compressed, and this job's exact"),
+        ("compressed", "compressed", ""),
+    ],
+)
+async def test_a_job_starts_from_states_of_the_other_form_and_says_so(
+    daemon: DaemonParts, ada: Principal, before: str, now: str, said: str
+) -> None:
+    done = await daemon.job_in(JobState.SUCCEEDED, ada, name="before", train={"optimizer_states": before})
+    daemon.write_checkpoint(done, 3, {path.name: path.read_bytes() for path in daemon.model_folder.iterdir()})
+    job = await daemon.submit(ada, "now", init_from="before@last", train={"optimizer_states": now})
+    payload = (await second_event(daemon, job)).payload
+    assert isinstance(payload, Message) and payload.text.endswith(f"(before){said}")
+
+
 async def test_its_files_stay_when_the_other_job_is_deleted_and_go_when_it_has_ended(
     daemon: DaemonParts, ada: Principal, source: JobRecord
 ) -> None:

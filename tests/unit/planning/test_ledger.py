@@ -244,9 +244,7 @@ def test_what_a_checkpoint_converts_at_once_is_in_the_plan(
     tracemalloc.stop()
     store.close()
 
-    # `hi` is exact in bf16 and the rounding bits, so it has no file of its own; every other file is written by a
-    # thread.
-    num_threads = len(checkpoint._STEMS) - 1
+    num_threads = checkpoint.NUM_WRITERS
     assert 0.8 <= num_threads * max(peaks) / (piece_elements * ledger._CHECKPOINT_BYTES) <= 1.2
     table = folder.layout.units[0].tensors[0]
     smaller = dataclasses.replace(

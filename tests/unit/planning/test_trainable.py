@@ -17,6 +17,7 @@ from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.step_work import StepWork
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
+from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import StoreLayout, plane_sizes
 
 
@@ -125,6 +126,50 @@ def test_a_step_moves_what_is_trained_only(folder: Path) -> None:
     assert sum(unit.update_bytes for unit in head.layers) == 0 < head.head_traffic.update_bytes
     assert head.embedding.first_update_bytes == head.embedding.rows_down_bytes == 0
     assert part.layer.backward_flops < full.layer.backward_flops
+
+
+def test_a_large_model_takes_five_bytes_a_compressed_parameter(tmp_path: Path) -> None:
+    """7.125 with gradients in bf16: what the issue of this form promised, to the byte but for padding."""
+    shapes = {"model.embed_tokens.weight": (320, 1024), "model.norm.weight": (1024,), "lm_head.weight": (320, 1024)}
+    for index in range(4):
+        prefix = f"model.layers.{index}."
+        shapes |= {f"{prefix}self_attn.q_proj.weight": (1024, 1024), f"{prefix}mlp.up_proj.weight": (4096, 1024)}
+        shapes |= {f"{prefix}input_layernorm.weight": (1024,)}
+    save_file({n: torch.empty(s, dtype=torch.bfloat16) for n, s in shapes.items()}, tmp_path / "model.safetensors")
+    AutoConfig.for_model(
+        "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=320, num_attention_heads=8
+    ).save_pretrained(tmp_path)
+    found = open_for_training(tmp_path, TrainSpec(optimizer_states="compressed"))
+    layout = found.layout
+    compressed = sum(place.num_elements for _, place in layout.tensors() if place.compressed)
+    exact = layout.num_parameters - compressed
+    assert exact == 320 * 1024 + 5 * 1024
+    for grad_bytes, per_parameter in ((0, 5.125), (2, 7.125), (4, 9.125)):
+        sizes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
+        # The gradient of an embedding of its own is rows, which have no plane.
+        wanted = per_parameter * compressed + 12 * exact + grad_bytes * 5 * 1024
+        # Each group of a unit is padded to whole pages.
+        assert wanted <= sum(sizes.values()) <= wanted + 2 * len(layout.units) * 4096 * 8
+        plan = ledger_of(
+            layout, found.shape, tokens_per_step=256, sequence_length=64, device_kind="host", grad_bytes=grad_bytes
+        )
+        planned = [plan.host_bytes[component] for component in ("weights", "moments", "gradients")]
+        assert sum(planned) == sum(sizes.values())
+        store = HostStore.allocate(
+            layout, grad_dtype={0: None, 2: torch.bfloat16, 4: torch.float32}[grad_bytes], num_threads=1
+        )
+        assert list(store.host_bytes().values()) == planned
+        store.close()
+
+
+def test_a_step_moves_twelve_bytes_a_compressed_parameter_instead_of_26(folder: Path) -> None:
+    exact, compressed = work_of(folder, "all"), work_of(folder, "all", optimizer_states="compressed")
+    copied = 2
+    for one, other in zip(exact.layers, compressed.layers, strict=True):
+        assert one.upload_bytes == other.upload_bytes and one.download_bytes == other.download_bytes
+        # Matrices are nearly all of a layer; the link's copies of other units count too.
+        assert other.update_bytes / one.update_bytes == pytest.approx((12.25 + copied) / (26 + copied), rel=0.15)
+    assert exact.embedding == compressed.embedding
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def update_with(kernel: ctypes.CDLL) -> list[torch.Tensor]:
     exp_avg, exp_avg_sq = torch.randn(n, generator=generator), torch.rand(n, generator=generator)
     grads = torch.randn(n, generator=generator)
     segments = (native.Segment * 1)(native.Segment(0, n, 0.999, 0.7))
-    scalars = native.Scalars(0.5, 0.9, 0.1, 0.999, 0.001, 3e-9, 3e-4)
+    scalars = native.Scalars(0.5, 0.9, 0.1, 0.999, 0.001, 3e-9, 3e-4, 7.3)
     pointers = [tensor.data_ptr() for tensor in (hi, lo, exp_avg, exp_avg_sq, grads)]
     kernel.hz_adamw(*pointers, 0, segments, 1, scalars, 2)
     partials = torch.zeros(8, dtype=torch.float64)

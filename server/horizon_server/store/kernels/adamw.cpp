@@ -150,6 +150,7 @@ static Pool& pool() {
 constexpr int64_t kChunk = 1 << 15;       // elements a thread takes at once: under 1 MiB of planes
 constexpr int64_t kBlock = 32;            // elements between two rounds of prefetches: one cache line of `hi`
 constexpr int64_t kAhead = 512;           // elements that prefetches run ahead
+constexpr int64_t kCompressedAhead = 1024;  // as kAhead, of compressed planes, which have fewer bytes an element
 constexpr int64_t kNormBlock = 1 << 16;   // elements summed up by themselves, fixed: it decides the rounding
 constexpr int64_t kNormLanes = 16;        // partial sums per block, fixed for the same reason
 
@@ -177,10 +178,39 @@ HZ_INLINE uint32_t guarded_bits(float master) {
     return (bits & 0x80000000u) | (magnitude >= 0x7f800000u ? special : finite);
 }
 
+// The master beside compressed moments: 24 bits of the fp32 pattern, rounded to nearest, which leave eight for `lo`.
+HZ_INLINE float merge_one(uint16_t hi, int8_t lo) {
+    return bits_as<float>((static_cast<uint32_t>(hi) << 16) + (static_cast<uint32_t>(static_cast<int32_t>(lo)) << 8));
+}
+
+// Guards as for 16 bits of `lo`, with the largest number of 24 bits whose `hi` is finite.
+HZ_INLINE void split_one(float master, uint16_t& hi, int8_t& lo) {
+    // Signed, because AVX2 has no unsigned comparison; a magnitude is positive either way.
+    const int32_t bits = bits_as<int32_t>(master);
+    const int32_t magnitude = bits & 0x7fffffff;
+    const int32_t finite = magnitude < 0x7f7f7f00 ? magnitude : 0x7f7f7f00;
+    const int32_t special = magnitude == 0x7f800000 ? 0x7f800000 : 0x7fc00000;
+    const uint32_t guarded = (static_cast<uint32_t>(bits) & 0x80000000u) |
+                             static_cast<uint32_t>(magnitude >= 0x7f800000 ? special : finite);
+    const uint32_t rounded = (guarded + 0x80u) & 0xffffff00u;
+    hi = static_cast<uint16_t>((rounded + 0x8000u) >> 16);
+    lo = static_cast<int8_t>((rounded >> 8) & 0xffu);
+}
+
 HZ_INLINE void split_one(float master, uint16_t& hi, int16_t& lo) {
     const uint32_t bits = guarded_bits(master);
     hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
     lo = static_cast<int16_t>(bits & 0xffffu);
+}
+
+template <typename Low>
+HZ_INLINE void merge_body(const uint16_t* __restrict hi, const Low* __restrict lo, float* __restrict out, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) out[i] = merge_one(hi[i], lo[i]);
+}
+
+template <typename Low>
+HZ_INLINE void split_body(const float* __restrict master, uint16_t* __restrict hi, Low* __restrict lo, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) split_one(master[i], hi[i], lo[i]);
 }
 
 struct Segment {
@@ -198,6 +228,7 @@ struct Scalars {
     float one_minus_beta2;
     float scaled_eps;
     float scaled_step_size;
+    float most_ratio;
 };
 
 constexpr int64_t kLineBytes = 64;
@@ -254,14 +285,168 @@ HZ_CLONES void adamw_bf16(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_
     adamw_blocks(hi, lo, exp_avg, exp_avg_sq, grads, n, decay_factor, s);
 }
 
-HZ_CLONES void merge_range(const uint16_t* __restrict hi, const int16_t* __restrict lo, float* __restrict out,
-                           int64_t n) {
-    for (int64_t i = 0; i < n; ++i) out[i] = merge_one(hi[i], lo[i]);
+// Compressed moments, as reference.adamw_compressed explains them: a code for each, and for each block of kBlock elements
+// a scale of the first moments next to one of the roots of the second.
+
+constexpr int64_t kStrip = 256;                  // elements whose moments are found before their codes are
+constexpr int32_t kLargestFirst = 0x71800000;    // 2^100, in fp32 bits: no scale of first moments is above it
+constexpr int32_t kSmallestFirst = 0x0d800000;   // 2^-100: nor below it
+constexpr int32_t kLargestRoot = 0x5f000000;     // 2^63: its square is finite
+constexpr int32_t kSmallestRoot = 0x19800000;    // 2^-76: the root of an fp32 number is larger, or 0
+
+struct Dither {
+    float first[kBlock];
+    float root[kBlock];
+};
+
+struct Strip {
+    alignas(64) float masters[kStrip];
+    alignas(64) float firsts[kStrip];
+    alignas(64) float roots[kStrip];
+};
+
+// The bfloat16 number from `largest` on upwards, as fp32 bits.
+HZ_INLINE int32_t scale_bits(int32_t largest, int32_t least, int32_t most) {
+    const int32_t within = largest < most ? largest : most;
+    const int32_t up = (within + 0xffff) & ~0xffff;
+    return up < least ? least : up;
 }
 
-HZ_CLONES void split_range(const float* __restrict master, uint16_t* __restrict hi, int16_t* __restrict lo, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) split_one(master[i], hi[i], lo[i]);
+template <typename Grad>
+HZ_INLINE void moments_of_block(const uint16_t* __restrict hi, const int8_t* __restrict lo,
+                                const int8_t* __restrict first_codes, const uint8_t* __restrict root_codes,
+                                const uint16_t* __restrict scales, const Grad* __restrict grads,
+                                float* __restrict masters, float* __restrict firsts, float* __restrict roots,
+                                float decay_factor, const Scalars& s) {
+    const float first_scale = widen(scales[0]), root_step = widen(scales[1]) * (1.0f / 255.0f);
+    // Each width of element in a loop of its own: the arithmetic is then vectorised in fp32 alone.
+    alignas(64) float first_code[kBlock], root_code[kBlock], wide_grads[kBlock];
+    for (int64_t i = 0; i < kBlock; ++i) first_code[i] = static_cast<float>(first_codes[i]);
+    for (int64_t i = 0; i < kBlock; ++i) root_code[i] = static_cast<float>(root_codes[i]);
+    for (int64_t i = 0; i < kBlock; ++i) wide_grads[i] = widen(grads[i]);
+    for (int64_t i = 0; i < kBlock; ++i) masters[i] = merge_one(hi[i], lo[i]);
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float last_first = (first_scale * first_code[i]) / (254.0f - std::fabs(first_code[i]));
+        const float last_root = root_step * root_code[i];
+        const float grad = wide_grads[i] * s.grad_scale;
+        const float second = s.beta2 * (last_root * last_root) + (s.one_minus_beta2 * grad) * grad;
+        const float root = std::sqrt(second);
+        const float limit = s.most_ratio * root;
+        const float free = s.beta1 * last_first + s.one_minus_beta1 * grad;
+        const float below = free < limit ? free : limit;
+        const float first = below > -limit ? below : -limit;
+        masters[i] = masters[i] * decay_factor - (s.scaled_step_size * first) / (root + s.scaled_eps);
+        firsts[i] = first;
+        const int32_t root_bits = bits_as<int32_t>(root);
+        roots[i] = bits_as<float>(root_bits < kLargestRoot ? root_bits : kLargestRoot);
+    }
 }
+
+HZ_INLINE void codes_of_block(const float* __restrict masters, const float* __restrict firsts,
+                              const float* __restrict roots, uint16_t* __restrict hi, int8_t* __restrict lo,
+                              int8_t* __restrict first_codes, uint8_t* __restrict root_codes,
+                              uint16_t* __restrict scales, const Dither& dither) {
+    int32_t largest_first = 0, largest_root = 0;
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const int32_t magnitude = bits_as<int32_t>(firsts[i]) & 0x7fffffff;
+        const int32_t root = bits_as<int32_t>(roots[i]);
+        largest_first = magnitude > largest_first ? magnitude : largest_first;
+        largest_root = root > largest_root ? root : largest_root;
+    }
+    split_body(masters, hi, lo, kBlock);
+    const int32_t first_up = scale_bits(largest_first, kSmallestFirst, kLargestFirst);
+    const int32_t root_up = scale_bits(largest_root, kSmallestRoot, kLargestRoot);
+    scales[0] = static_cast<uint16_t>(largest_first ? first_up >> 16 : 0);
+    scales[1] = static_cast<uint16_t>(largest_root ? root_up >> 16 : 0);
+    const float per_scale = 1.0f / bits_as<float>(first_up), steps_per_root = 255.0f / bits_as<float>(root_up);
+    alignas(64) int32_t first_code[kBlock], root_code[kBlock];
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float share = std::fabs(firsts[i]) * per_scale;
+        const float code = (254.0f * share) / (1.0f + share) + dither.first[i];
+        const int32_t magnitude = static_cast<int32_t>(code < 127.5f ? code : 127.5f);
+        const int32_t sign = bits_as<int32_t>(firsts[i]) >> 31;
+        first_code[i] = (magnitude ^ sign) - sign;
+        const float steps = roots[i] * steps_per_root + dither.root[i];
+        const float least = roots[i] > 0.0f ? 1.0f : 0.0f;
+        const float above = steps > least ? steps : least;
+        root_code[i] = static_cast<int32_t>(above < 255.5f ? above : 255.5f);
+    }
+    for (int64_t i = 0; i < kBlock; ++i) first_codes[i] = static_cast<int8_t>(first_code[i]);
+    for (int64_t i = 0; i < kBlock; ++i) root_codes[i] = static_cast<uint8_t>(root_code[i]);
+}
+
+// Whole blocks, up to a strip of them. In two passes, so that no block waits for the scales of the one before it.
+template <typename Grad>
+HZ_INLINE void compressed_strip(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
+                                const Grad* grads, int64_t n, float decay_factor, const Scalars& s,
+                                const Dither& dither) {
+    Strip strip;
+    for (int64_t at = 0; at < n; at += kBlock) {
+        moments_of_block(hi + at, lo + at, first_codes + at, root_codes + at, scales + 2 * (at / kBlock), grads + at,
+                         strip.masters + at, strip.firsts + at, strip.roots + at, decay_factor, s);
+    }
+    for (int64_t at = 0; at < n; at += kBlock) {
+        codes_of_block(strip.masters + at, strip.firsts + at, strip.roots + at, hi + at, lo + at, first_codes + at,
+                       root_codes + at, scales + 2 * (at / kBlock), dither);
+    }
+}
+
+template <typename Grad>
+HZ_INLINE void compressed_range(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
+                                const Grad* grads, int64_t n, float decay_factor, const Scalars& s,
+                                const Dither& dither) {
+    const int64_t whole = n - n % kBlock;
+    for (int64_t at = 0; at < whole; at += kStrip) {
+        const int64_t count = whole - at < kStrip ? whole - at : kStrip;
+        for (int64_t ahead = at + kCompressedAhead; ahead < at + kCompressedAhead + count; ahead += 2 * kBlock) {
+            prefetch_block(hi, ahead);
+            prefetch_block(hi, ahead + kBlock);
+            prefetch_block(lo, ahead);
+            prefetch_block(first_codes, ahead);
+            prefetch_block(root_codes, ahead);
+            prefetch_block(grads, ahead);
+            prefetch_block(grads, ahead + kBlock);
+        }
+        compressed_strip(hi + at, lo + at, first_codes + at, root_codes + at, scales + 2 * (at / kBlock), grads + at,
+                         count, decay_factor, s, dither);
+    }
+    if (whole == n) return;
+    // A tensor's last block, with zeros after its end, which change nothing of the others.
+    const int64_t rest = n - whole;
+    uint16_t hi_rest[kBlock] = {};
+    int8_t lo_rest[kBlock] = {}, first_rest[kBlock] = {};
+    uint8_t root_rest[kBlock] = {};
+    Grad grad_rest[kBlock] = {};
+    std::memcpy(hi_rest, hi + whole, rest * sizeof(*hi));
+    std::memcpy(lo_rest, lo + whole, rest);
+    std::memcpy(first_rest, first_codes + whole, rest);
+    std::memcpy(root_rest, root_codes + whole, rest);
+    std::memcpy(grad_rest, grads + whole, rest * sizeof(*grads));
+    compressed_strip(hi_rest, lo_rest, first_rest, root_rest, scales + 2 * (whole / kBlock), grad_rest, kBlock,
+                     decay_factor, s, dither);
+    std::memcpy(hi + whole, hi_rest, rest * sizeof(*hi));
+    std::memcpy(lo + whole, lo_rest, rest);
+    std::memcpy(first_codes + whole, first_rest, rest);
+    std::memcpy(root_codes + whole, root_rest, rest);
+}
+
+HZ_CLONES void compressed_fp32(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
+                               const float* grads, int64_t n, float decay_factor, const Scalars& s,
+                               const Dither& dither) {
+    compressed_range(hi, lo, first_codes, root_codes, scales, grads, n, decay_factor, s, dither);
+}
+
+HZ_CLONES void compressed_bf16(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
+                               const uint16_t* grads, int64_t n, float decay_factor, const Scalars& s,
+                               const Dither& dither) {
+    compressed_range(hi, lo, first_codes, root_codes, scales, grads, n, decay_factor, s, dither);
+}
+
+HZ_CLONES void merge_range_24(const uint16_t* hi, const int8_t* lo, float* out, int64_t n) { merge_body(hi, lo, out, n); }
+HZ_CLONES void split_range_24(const float* master, uint16_t* hi, int8_t* lo, int64_t n) { split_body(master, hi, lo, n); }
+
+HZ_CLONES void merge_range(const uint16_t* hi, const int16_t* lo, float* out, int64_t n) { merge_body(hi, lo, out, n); }
+HZ_CLONES void split_range(const float* master, uint16_t* hi, int16_t* lo, int64_t n) { split_body(master, hi, lo, n); }
 
 template <typename Value>
 HZ_INLINE double sum_squares_body(const Value* __restrict values, int64_t n) {
@@ -327,28 +512,34 @@ static double in_order(const double* partials, int64_t n) {
 
 static int64_t chunks_of(const Segment& segment) { return (segment.num_elements + kChunk - 1) / kChunk; }
 
+// The elements of all segments, in pieces of up to a chunk of one of them.
+template <typename Body>
+static void for_each_piece(const Segment* segments, int64_t num_segments, int num_threads, const Body& body) {
+    int64_t num_chunks = 0;
+    for (int64_t i = 0; i < num_segments; ++i) num_chunks += chunks_of(segments[i]);
+    for_each_chunk(num_chunks, num_threads, [&](int64_t chunk) {
+        const Segment* segment = segments;
+        for (; chunk >= chunks_of(*segment); ++segment) chunk -= chunks_of(*segment);
+        const int64_t start = chunk * kChunk;
+        const int64_t left = segment->num_elements - start;
+        body(*segment, segment->offset + start, left < kChunk ? left : kChunk);
+    });
+}
+
 }  // namespace hz
 
 // ------------------------------------------------------------------------------------------------------------ C ABI
 
 HZ_API void hz_adamw(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_sq, const void* grads, int grads_are_bf16,
                      const hz::Segment* segments, int64_t num_segments, const hz::Scalars* scalars, int num_threads) {
-    int64_t num_chunks = 0;
-    for (int64_t i = 0; i < num_segments; ++i) num_chunks += hz::chunks_of(segments[i]);
-    hz::for_each_chunk(num_chunks, num_threads, [&](int64_t chunk) {
-        const hz::Segment* segment = segments;
-        for (; chunk >= hz::chunks_of(*segment); ++segment) chunk -= hz::chunks_of(*segment);
-        const int64_t start = chunk * hz::kChunk;
-        const int64_t left = segment->num_elements - start;
-        const int64_t n = left < hz::kChunk ? left : hz::kChunk;
-        const int64_t at = segment->offset + start;
-        const hz::Scalars own = hz::with_step_scale(*scalars, segment->step_scale);
+    hz::for_each_piece(segments, num_segments, num_threads, [&](const hz::Segment& segment, int64_t at, int64_t n) {
+        const hz::Scalars own = hz::with_step_scale(*scalars, segment.step_scale);
         if (grads_are_bf16) {
             hz::adamw_bf16(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, static_cast<const uint16_t*>(grads) + at, n,
-                           segment->decay_factor, own);
+                           segment.decay_factor, own);
         } else {
             hz::adamw_fp32(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, static_cast<const float*>(grads) + at, n,
-                           segment->decay_factor, own);
+                           segment.decay_factor, own);
         }
     });
 }
@@ -376,6 +567,37 @@ HZ_API void hz_adamw_rows(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_
             }
         }
     });
+}
+
+// As hz_adamw, of compressed planes; `scales` has two for each block of a plane, and segments begin with a block. `dither`
+// is kBlock numbers for the first moments and as many for the roots.
+HZ_API void hz_adamw_compressed(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
+                                const void* grads, int grads_are_bf16, const hz::Segment* segments,
+                                int64_t num_segments, const hz::Scalars* scalars, const float* dither,
+                                int num_threads) {
+    hz::Dither own_dither;
+    std::memcpy(&own_dither, dither, sizeof(own_dither));
+    hz::for_each_piece(segments, num_segments, num_threads, [&](const hz::Segment& segment, int64_t at, int64_t n) {
+        const hz::Scalars own = hz::with_step_scale(*scalars, segment.step_scale);
+        uint16_t* const own_scales = scales + 2 * (at / hz::kBlock);
+        if (grads_are_bf16) {
+            hz::compressed_bf16(hi + at, lo + at, first_codes + at, root_codes + at, own_scales,
+                                static_cast<const uint16_t*>(grads) + at, n, segment.decay_factor, own, own_dither);
+        } else {
+            hz::compressed_fp32(hi + at, lo + at, first_codes + at, root_codes + at, own_scales,
+                                static_cast<const float*>(grads) + at, n, segment.decay_factor, own, own_dither);
+        }
+    });
+}
+
+HZ_API void hz_merge_24(const uint16_t* hi, const int8_t* lo, float* out, int64_t n, int num_threads) {
+    hz::for_each_range(n, hz::kChunk, num_threads,
+                       [&](int64_t at, int64_t count) { hz::merge_range_24(hi + at, lo + at, out + at, count); });
+}
+
+HZ_API void hz_split_24(const float* master, uint16_t* hi, int8_t* lo, int64_t n, int num_threads) {
+    hz::for_each_range(n, hz::kChunk, num_threads,
+                       [&](int64_t at, int64_t count) { hz::split_range_24(master + at, hi + at, lo + at, count); });
 }
 
 HZ_API void hz_merge(const uint16_t* hi, const int16_t* lo, float* out, int64_t n, int num_threads) {
