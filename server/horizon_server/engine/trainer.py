@@ -195,6 +195,7 @@ class Trainer:
     def _train_step(self, micro_batches: Sequence[MicroBatch], objective: StepObjective | None) -> StepFigures:
         start_s = time.perf_counter()
         self._take_device()
+        self._optimizer.read_ahead()
         rows = self._checked_rows(micro_batches)
         if objective is not None and self._ranks.leads:
             objective.check(rows)

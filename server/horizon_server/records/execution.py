@@ -77,6 +77,23 @@ class Residency:
 
 NOTHING_STAYS = Residency()
 
+RING_SLOTS = 3
+"""Layers whose states are in memory between drives and update: one is read, one updated, one written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDrives:
+    """What of the optimizer's state is on the node's drives: these `planes` of these units, which are layers. `folders`
+    has one folder for each drive."""
+
+    units: tuple[int, ...] = ()
+    planes: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    ring_slots: int = RING_SLOTS
+
+
+NOTHING_ON_DRIVES = OnDrives()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
@@ -129,6 +146,7 @@ class Execution:
     """Where the model keeps documents apart, they are computed up to this many tokens at a time, whatever row they are
     in; 0 computes row by row."""
     residency: Residency = NOTHING_STAYS
+    drives: OnDrives = NOTHING_ON_DRIVES
     num_weight_slots: int = NUM_SLOTS
     num_gradient_slots: int = NUM_SLOTS
     head_chunk_tokens: int | None = None

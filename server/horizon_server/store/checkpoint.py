@@ -370,11 +370,11 @@ def _pieces(
             yield store.flat(name, stem).view(torch.uint8).numpy().data
         return
     hi, is_exact = store.flat(name, "hi"), store.layout.find(name)[1].exact
-    # What has no `lo` half is what it would be if all of that were 0.
-    lo = store.flat(name, "lo") if is_exact else torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16)
     is_merged = dtype in ("F32", "F16")
     master = torch.empty(min(len(hi), _PIECE_ELEMENTS) if is_merged else 0, dtype=torch.float32)
     with store.reading(name, "hi"), store.reading(name, "lo") if is_exact else nullcontext():
+        # What has no `lo` half is what it would be if all of that were 0.
+        lo = store.flat(name, "lo") if is_exact else torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16)
         for start in range(0, len(hi), _PIECE_ELEMENTS):
             part = slice(start, start + _PIECE_ELEMENTS)
             lo_part = lo[part] if is_exact else lo[: len(hi[part])]
@@ -449,13 +449,14 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
             # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
             plane = "hi" if stem == MODEL_STEM and tensor.dtype == "BF16" else stem
             in_place, is_master = None, stem == MODEL_STEM and tensor.dtype == "F32"
-            if plane in _DTYPE_OF_PLANE:
-                in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
+            is_copied = plane in _DTYPE_OF_PLANE
             with ExitStack() as written:
                 # Those that the file's values go to; of a model in fp16 they are in other files.
-                written_planes = [plane] if in_place is not None else ["hi"] if is_master or stem == _ROUNDING else []
+                written_planes = [plane] if is_copied else ["hi"] if is_master or stem == _ROUNDING else []
                 for name in [*written_planes, "lo"] if is_master and is_exact else written_planes:
                     written.enter_context(store.writing(tensor.name, name, reads=stem == _ROUNDING))
+                if is_copied:
+                    in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
                 for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
                     size = min(PIECE_BYTES, tensor.end - tensor.start - start)
                     piece = staging[:size] if in_place is None else in_place[start : start + size]
