@@ -41,6 +41,7 @@ WIRE_ONLY = {
     "EvalSpec",
     "GenerateSpec",
     "LimitsSpec",
+    "MemorySpec",
     "LoraSpec",
     "LrGroup",
     "DpoSpec",

@@ -164,6 +164,17 @@ class LrGroup(TypedDict):
     """"""
 
 
+class MemorySpec(TypedDict, total=False):
+    """Slower and larger memory that a job may use. No result depends on it."""
+
+    tier: Literal["ram", "drive"]
+    """ram: everything is in host memory. drive: the optimizer's states of as many layers as do not fit there are on the
+    node's drives (its setting tier_dirs; docs/drives.md). The result is the same. Default: 'ram'."""
+    accept_wear: bool
+    """Let a job with tier drive write more than 5 % of what the node's drives are rated for (its setting
+    tier_endurance_bytes), or any number of bytes where that is not known. Default: False."""
+
+
 class OrpoSpec(TypedDict, total=False):
     """Options of `method: orpo`, odds ratio preference optimisation. The default is that of TRL's ORPOConfig."""
 
@@ -389,6 +400,8 @@ class JobSpec(_Required, total=False):
     limits: LimitsSpec
     """When the job ends with success, checkpointed, before all its steps are done. The learning rate's schedule does
     not change."""
+    memory: MemorySpec
+    """Slower and larger memory that a job may use. No result depends on it."""
     dpo: DpoSpec
     """Options of `method: dpo`, direct preference optimisation. The defaults are those of TRL's DPOConfig."""
     ipo: IpoSpec

@@ -517,6 +517,30 @@ CHECKPOINT_EXPORT_BOTH: CheckpointExport.ValueType  # 3
 """The adapter, and the merged model in merged/."""
 global___CheckpointExport = CheckpointExport
 
+class _MemoryTier:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MemoryTierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_MemoryTier.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MEMORY_TIER_UNSPECIFIED: _MemoryTier.ValueType  # 0
+    """Not set: ram."""
+    MEMORY_TIER_RAM: _MemoryTier.ValueType  # 1
+    """Nowhere: all of them must fit."""
+    MEMORY_TIER_DRIVE: _MemoryTier.ValueType  # 2
+    """On the node's drives, those of as many layers as do not fit."""
+
+class MemoryTier(_MemoryTier, metaclass=_MemoryTierEnumTypeWrapper):
+    """MemoryTier is where the optimizer's states are that do not fit into host memory."""
+
+MEMORY_TIER_UNSPECIFIED: MemoryTier.ValueType  # 0
+"""Not set: ram."""
+MEMORY_TIER_RAM: MemoryTier.ValueType  # 1
+"""Nowhere: all of them must fit."""
+MEMORY_TIER_DRIVE: MemoryTier.ValueType  # 2
+"""On the node's drives, those of as many layers as do not fit."""
+global___MemoryTier = MemoryTier
+
 class _MergeBase:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -643,6 +667,7 @@ class JobSpec(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
@@ -733,6 +758,10 @@ class JobSpec(google.protobuf.message.Message):
         """Options of method session."""
 
     @property
+    def memory(self) -> global___MemorySpec:
+        """Slower and larger memory that the job may use."""
+
+    @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Notes of the user's own: at most 16 texts of at most 512 characters, by names of at most 64. They are shown with the job."""
 
@@ -767,10 +796,11 @@ class JobSpec(google.protobuf.message.Message):
         node: builtins.str | None = ...,
         max_nodes: builtins.int | None = ...,
         session: global___SessionSpec | None = ...,
+        memory: global___MemorySpec | None = ...,
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "metadata", b"metadata", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "memory", b"memory", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "memory", b"memory", "metadata", b"metadata", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -1104,6 +1134,32 @@ class GenerateSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_set", b"_set"]) -> typing.Literal["set"] | None: ...
 
 global___GenerateSpec = GenerateSpec
+
+@typing.final
+class MemorySpec(google.protobuf.message.Message):
+    """MemorySpec is slower and larger memory that a job may use. No result depends on it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    ACCEPT_WEAR_FIELD_NUMBER: builtins.int
+    tier: global___MemoryTier.ValueType
+    """Where the optimizer's states are that do not fit into host memory; default ram."""
+    accept_wear: builtins.bool
+    """Let a job with tier drive write more than 5 % of what the node's drives are rated for, or any number of bytes where that is not known;
+    default false.
+    """
+    def __init__(
+        self,
+        *,
+        tier: global___MemoryTier.ValueType = ...,
+        accept_wear: builtins.bool | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_accept_wear", b"_accept_wear", "accept_wear", b"accept_wear"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_accept_wear", b"_accept_wear", "accept_wear", b"accept_wear", "tier", b"tier"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_accept_wear", b"_accept_wear"]) -> typing.Literal["accept_wear"] | None: ...
+
+global___MemorySpec = MemorySpec
 
 @typing.final
 class LimitsSpec(google.protobuf.message.Message):
@@ -1812,6 +1868,7 @@ class MemoryPlan(google.protobuf.message.Message):
     NUM_NODES_FIELD_NUMBER: builtins.int
     NODE_RANGE_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
+    DRIVES_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1894,6 +1951,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def base(self) -> global___SharedBase:
         """What it shares with other jobs that train adapters on the same model; unset where it has nothing to share."""
 
+    @property
+    def drives(self) -> global___DriveUse:
+        """What of the optimizer's states is on the node's drives; unset where everything is in memory."""
+
     def __init__(
         self,
         *,
@@ -1924,9 +1985,10 @@ class MemoryPlan(google.protobuf.message.Message):
         num_nodes: builtins.int = ...,
         node_range: global___DeviceRange | None = ...,
         base: global___SharedBase | None = ...,
+        drives: global___DriveUse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "device_range", b"device_range", "kept", b"kept", "node_range", b"node_range", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "node_range", b"node_range", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "device_range", b"device_range", "drives", b"drives", "kept", b"kept", "node_range", b"node_range", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "drives", b"drives", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "node_range", b"node_range", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
@@ -2030,6 +2092,51 @@ class ReferencePass(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_total_s", b"_total_s"]) -> typing.Literal["total_s"] | None: ...
 
 global___ReferencePass = ReferencePass
+
+@typing.final
+class DriveUse(google.protobuf.message.Message):
+    """DriveUse is what of a job's states is on the node's drives, and what that costs them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    NUM_DRIVES_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    ENDURANCE_BYTES_FIELD_NUMBER: builtins.int
+    ENDURANCE_SHARE_FIELD_NUMBER: builtins.int
+    num_layers: builtins.int
+    """Layers whose states are there."""
+    num_bytes: builtins.int
+    """What these take on all drives together. A step reads them once and writes them once."""
+    num_drives: builtins.int
+    """Drives that share them."""
+    written_bytes: builtins.int
+    """What the whole job writes; unset while its steps are not known."""
+    endurance_bytes: builtins.int
+    """What the drives together are rated to be written in their life; unset where the node does not know."""
+    endurance_share: builtins.float
+    """Of that, the share that the whole job writes; unset while one of both is not known."""
+    def __init__(
+        self,
+        *,
+        num_layers: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        num_drives: builtins.int = ...,
+        written_bytes: builtins.int | None = ...,
+        endurance_bytes: builtins.int | None = ...,
+        endurance_share: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_endurance_bytes", b"_endurance_bytes", "_endurance_share", b"_endurance_share", "_written_bytes", b"_written_bytes", "endurance_bytes", b"endurance_bytes", "endurance_share", b"endurance_share", "written_bytes", b"written_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_endurance_bytes", b"_endurance_bytes", "_endurance_share", b"_endurance_share", "_written_bytes", b"_written_bytes", "endurance_bytes", b"endurance_bytes", "endurance_share", b"endurance_share", "num_bytes", b"num_bytes", "num_drives", b"num_drives", "num_layers", b"num_layers", "written_bytes", b"written_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_endurance_bytes", b"_endurance_bytes"]) -> typing.Literal["endurance_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_endurance_share", b"_endurance_share"]) -> typing.Literal["endurance_share"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_written_bytes", b"_written_bytes"]) -> typing.Literal["written_bytes"] | None: ...
+
+global___DriveUse = DriveUse
 
 @typing.final
 class SharedBase(google.protobuf.message.Message):

@@ -195,7 +195,6 @@ class Trainer:
     def _train_step(self, micro_batches: Sequence[MicroBatch], objective: StepObjective | None) -> StepFigures:
         start_s = time.perf_counter()
         self._take_device()
-        self._optimizer.read_ahead()
         rows = self._checked_rows(micro_batches)
         if objective is not None and self._ranks.leads:
             objective.check(rows)
@@ -488,7 +487,9 @@ class Trainer:
         return of_device, {**self._store.host_bytes(), **of_host}
 
     def _take_device(self) -> None:
-        """Have the memory that `release_device` has freed."""
+        """Have the memory that `release_device` has freed, and begin to read what the next update takes from
+        drives."""
+        self._optimizer.read_ahead()
         if self._is_released:
             self._device.adopt(self._store)
             self._stream.open()

@@ -13,6 +13,7 @@ from typing import Any
 from horizon_server.errors import InvalidSpec
 from horizon_server.network import interface_of
 from horizon_server.planning.data_size import DataSize
+from horizon_server.planning.drives import NodeDrives, check_drives, check_wear, drive_use
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens
@@ -48,6 +49,7 @@ from horizon_server.spec import JobSpec, Span
 from horizon_server.spec.fields import MAX_LANES
 from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
+from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.layout import StoreLayout
 from horizon_server.texts import size_text
@@ -95,6 +97,7 @@ class PlannerFacts:
     free_devices: tuple[str, ...] | None
     """None where all are free."""
     numa_nodes: tuple[int, ...]
+    drives: NodeDrives | None = None
 
 
 class Planner:
@@ -111,6 +114,7 @@ class Planner:
         free_devices: returns the names of the devices that no job is on; without it, all are free.
         jobs_on: returns how many resident jobs are on the base of a key.
         numa_nodes: those with memory.
+        drives: those that jobs may have states on.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class Planner:
         free_devices: Callable[[], Collection[str]] | None = None,
         jobs_on: Callable[[str], int] = lambda _: 0,
         numa_nodes: Collection[int] = (),
+        drives: NodeDrives | None = None,
     ) -> None:
         self._settings = settings
         self._memory = memory
@@ -137,6 +142,7 @@ class Planner:
         self._free_devices = free_devices
         self._jobs_on = jobs_on
         self._numa_nodes = numa_nodes
+        self._drives = drives
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
         self.network_bytes_per_s: float | None = None
         """Of the private network of the fleet; None where nothing is known of it."""
@@ -154,6 +160,7 @@ class Planner:
         *,
         free_devices: Callable[[], Collection[str]] | None = None,
         jobs_on: Callable[[str], int] = lambda _: 0,
+        drives: NodeDrives | None = None,
     ) -> Planner:
         """Return the planner of this node; `book` holds its speed."""
         return cls(
@@ -167,6 +174,7 @@ class Planner:
             free_devices=free_devices,
             jobs_on=jobs_on,
             numa_nodes=[node.index for node in numa.nodes()],
+            drives=drives,
         )
 
     @property
@@ -185,6 +193,7 @@ class Planner:
             has_bf16=self._has_bf16,
             free_devices=tuple(self._free_devices()) if self._free_devices else None,
             numa_nodes=tuple(self._numa_nodes),
+            drives=self._drives,
         )
 
     def of_facts(self, facts: PlannerFacts) -> Planner:
@@ -199,6 +208,7 @@ class Planner:
             has_bf16=facts.has_bf16,
             free_devices=None if facts.free_devices is None else lambda: facts.free_devices or (),
             numa_nodes=facts.numa_nodes,
+            drives=facts.drives,
         )
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
@@ -221,6 +231,7 @@ class Planner:
             InvalidModel: as `plan`.
             InvalidSpec: as `plan`, and when the machine's GPU is unknown or a number of it cannot be.
         """
+        check_drives(spec, None)
         for name, value in (("host_gbps", machine.host_gbps), ("link_gbps", machine.link_gbps)):
             if value is not None and not 0 < value < math.inf:
                 raise InvalidSpec.of(
@@ -330,7 +341,9 @@ class Planner:
         return execution, case.ledger(execution)
 
     def _planned_here(self, spec: JobSpec, path: Path, execution: Execution, limit_bytes: int, **known: Any) -> Plan:
+        check_drives(spec, self._drives)
         known |= {"num_on_node": self._num_devices(execution.device_kind), "most_nodes": self.most_nodes(spec)}
+        known |= {"drives": self._drives}
         return self._planned(spec, path, execution, limit_bytes, **known)
 
     def _planned(
@@ -347,6 +360,7 @@ class Planner:
         bases: Collection[str] = (),
         num_on_node: int = MAX_LANES,
         most_nodes: int = MAX_LANES,
+        drives: NodeDrives | None = None,
     ) -> Plan:
         """`gpus` and `bases` are as in `plan_to_start`. `num_on_node` are the devices of the kind that the node has,
         `most_nodes` the nodes that the job may have; without, there are enough."""
@@ -365,16 +379,20 @@ class Planner:
         # Which GPUs a job with a range continues on is not known when its memory is kept.
         differ = execution.deals_lanes and not spec.gpus.is_range
         gpus = gpus or self._accelerators[: execution.num_ranks]
+        rates = rates or self._rates().get(rates_name(execution.device_kind, execution.compute_dtype))
+        if rates is not None and drives is not None:
+            rates = dataclasses.replace(rates, drives=drives.rates)
         case = Case(
             spec=spec,
             folder=folder,
             host_limit_bytes=limit_bytes,
-            rates=rates or self._rates().get(rates_name(execution.device_kind, execution.compute_dtype)),
+            rates=rates,
             rates_of_ranks=rates_of_gpus(self._rates(), gpus) if differ else (),
             layer=self._layer_memory(folder),
             data=data,
             longest_document=longest_document,
             network_bytes_per_s=self.network_bytes_per_s,
+            drives=drives,
         )
         together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
         asked, device_range, node_range = dataclasses.replace(execution, micro_batch_tokens=together), None, None
@@ -385,12 +403,20 @@ class Planner:
         else:
             settled = settle(case, asked)
         execution, prediction = settled.execution, settled.prediction
+        on_drives = DriveLayout(folder.layout, execution.drives)
+        planes = lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes)
+        if execution.drives.units:
+            planes[INDEX_PLANE] = on_drives.index_bytes
+        use = drive_use(on_drives, drives, case.num_steps)
+        check_wear(spec, use, drives)
         plan = Plan(
             **vars(settled.ledger),
             execution=execution,
             device=execution.device_kind,
             host_limit_bytes=limit_bytes,
-            plane_bytes=lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes),
+            plane_bytes=planes,
+            drives=use,
+            drive_file_bytes=on_drives.file_bytes,
             base=base,
             num_parameters=folder.layout.num_parameters,
             num_trained_parameters=folder.layout.num_trained_parameters,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
 from horizon_server.planning.data_size import DataSize
+from horizon_server.planning.drives import NodeDrives, advice, drive_use, with_drives
 from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.ledger import LayerMemory, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
@@ -27,6 +28,7 @@ from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import Execution, Residency
 from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, ReferencePass, StepPrediction
 from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec, Span
+from horizon_server.store.drive_layout import DriveLayout
 from horizon_server.texts import size_text
 
 MAX_PLAN_BYTES = 1 << 60
@@ -53,6 +55,8 @@ class Case:
     """Where the data is prepared."""
     network_bytes_per_s: float | None = None
     """Between nodes, in each direction; None where it is not known."""
+    drives: NodeDrives | None = None
+    """Of the node; whether the job uses them is in its spec."""
 
     def ledger(self, execution: Execution) -> Ledger:
         """The memory that it takes."""
@@ -284,10 +288,21 @@ def _placed(case: Case, execution: Execution) -> Execution:
     need them."""
     if execution.parallel == "layers":
         return dataclasses.replace(execution, activation_placement="host", deals_lanes=False)
-    if case.ledger(execution).device_total_bytes <= execution.device_limit_bytes:
+    on_device = _on_drives(case, execution)
+    if case.ledger(on_device).device_total_bytes <= execution.device_limit_bytes:
+        return on_device
+    offloading = _on_drives(case, dataclasses.replace(execution, activation_placement="host"))
+    return offloading if case.fits(case.ledger(offloading), offloading) else on_device
+
+
+def _on_drives(case: Case, execution: Execution) -> Execution:
+    """Put states of layers on drives, where the job may and its host memory is not enough."""
+    if case.spec.memory.tier != "drive" or case.drives is None:
         return execution
-    offloading = dataclasses.replace(execution, activation_placement="host")
-    return offloading if case.fits(case.ledger(offloading), offloading) else execution
+    limit_bytes = case.host_limit_bytes
+    return with_drives(
+        case.folder, execution, case.drives, lambda other: case.ledger(other).host_total_bytes <= limit_bytes
+    )
 
 
 def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | None:
@@ -330,12 +345,27 @@ def _why_not(case: Case, execution: Execution, ledger: Ledger, others: Sequence[
         short = f"the job needs {size_text(arena)} on the device and {size_text(allowed)} are allowed"
     if others:
         return f"{short}; it would fit with train.parallel: {others[0].execution.parallel}"
+    if drives := _with_drives(case, execution):
+        return f"{short}; {drives}"
     store = sum(ledger.host_bytes[part] for part in ("weights", "moments", "gradients"))
     if store > limit_bytes:
         billions = case.folder.layout.num_parameters / 1e9
         held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
         return f"{short}; {held}: {_smaller(case, execution)}"
     return f"{short}; {_advice(case, execution)}"
+
+
+def _with_drives(case: Case, execution: Execution) -> str:
+    """What to do where states on the node's drives make it fit; empty where they do not."""
+    if case.spec.memory.tier == "drive" or case.drives is None or execution.num_ranks > 1:
+        return ""
+    memory = case.spec.memory.model_copy(update={"tier": "drive"})
+    on_drives = dataclasses.replace(case, spec=case.spec.model_copy(update={"memory": memory}))
+    placed = _placed(on_drives, execution)
+    if not case.fits(case.ledger(placed), placed):
+        return ""
+    use = drive_use(DriveLayout(case.folder.layout, placed.drives), case.drives, case.num_steps)
+    return "" if use is None else advice(use, case.prediction(placed))
 
 
 def _smaller(case: Case, execution: Execution) -> str:

@@ -20,8 +20,9 @@ from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.residency import packed_units, resident_units, skips_projection
 from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
-from horizon_server.records.execution import DeviceKind, Execution
+from horizon_server.records.execution import RING_SLOTS, DeviceKind, Execution
 from horizon_server.store.adapters import adapted_sizes, scaled_sizes
+from horizon_server.store.drive_layout import state_bytes
 from horizon_server.store.layout import UnitLayout
 from horizon_server.store.ownership import Ownership
 
@@ -191,6 +192,10 @@ class StepWork:
     """Of a hidden state of all tokens, which such ranks hand on through the host's memory."""
     head_hop_bytes: float = 0.0
     """Of it, what a rank's head reads."""
+    drive_bytes: tuple[tuple[int, int], ...] = ()
+    """Unit and bytes of the states that are read from drives and written to them."""
+    ring_slots: int = RING_SLOTS
+    """Units whose states are in memory on their way."""
     longest_share: float = 1.0
     """Tokens of the rank that has the most documents, in units of an equal part: the others wait for it."""
 
@@ -225,6 +230,10 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
         lanes=execution.lanes,
         hop_bytes=hop_bytes,
         head_hop_bytes=hop_bytes if on_host else hop_bytes / execution.num_ranks,
+        drive_bytes=tuple(
+            (unit, state_bytes(folder.layout, unit, execution.drives.planes)) for unit in execution.drives.units
+        ),
+        ring_slots=execution.drives.ring_slots,
         longest_share=sum(of_rank.lengths) * execution.num_ranks / recipe.tokens_per_step,
     )
 

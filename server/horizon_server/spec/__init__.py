@@ -17,6 +17,7 @@ from horizon_server.spec.job import (
     parse_job_spec,
 )
 from horizon_server.spec.lora import ALL_LINEAR, BaseFormat, LoraSpec
+from horizon_server.spec.memory import MemorySpec, MemoryTier
 from horizon_server.spec.objective import (
     METHODS,
     DpoSpec,
@@ -61,6 +62,8 @@ __all__ = [
     "LimitsSpec",
     "LoraSpec",
     "LrGroup",
+    "MemorySpec",
+    "MemoryTier",
     "Method",
     "OrpoSpec",
     "PolicySpec",

@@ -26,6 +26,7 @@ from horizon_server.spec.fields import (
     list_as_tuple,
     text_as_list,
 )
+from horizon_server.spec.memory import MemorySpec
 from horizon_server.spec.objective import (
     METHODS,
     DpoSpec,
@@ -237,6 +238,7 @@ class JobSpec(Section):
 
     eval: Annotated[EvalSpec, absent_as_empty] = EvalSpec()
     limits: Annotated[LimitsSpec, absent_as_empty] = LimitsSpec()
+    memory: Annotated[MemorySpec, absent_as_empty] = MemorySpec()
 
     dpo: Annotated[DpoSpec, absent_as_empty] = DpoSpec()
     ipo: Annotated[IpoSpec, absent_as_empty] = IpoSpec()
@@ -283,6 +285,17 @@ class JobSpec(Section):
         for field, span in (("gpus", self.gpus), ("nodes", self.nodes)):
             if span.most > 1:
                 raise WrongField(field, f"is {span.plain}, and a session is computed on one device; use {field}: 1")
+        return self
+
+    @model_validator(mode="after")
+    def _drives_are_for_one_device(self) -> JobSpec:
+        for field, span in (("gpus", self.gpus), ("nodes", self.nodes)):
+            if self.memory.tier == "drive" and span.most > 1:
+                raise WrongField(
+                    "memory.tier",
+                    f"is drive, {field} is {span.plain}, and states on drives are updated by one device; use {field}: "
+                    "1 or memory.tier: ram",
+                )
         return self
 
     @field_validator("metadata")
