@@ -479,6 +479,16 @@ class CollectiveFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriveFigures:
+    """What a job read from one drive, and wrote to it: states of its layers, and nothing else."""
+
+    read_bytes: int
+    """Bytes read."""
+    written_bytes: int
+    """Bytes written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """What one of the devices of a job did with the others over a step."""
 
@@ -552,6 +562,8 @@ class StepEvent:
     """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
     ranks: tuple[RankFigures, ...]
     """Of a job of several devices, each of them in the order of the plan; else empty."""
+    drives: tuple[DriveFigures, ...]
+    """Of a job with states on drives, what each drive has read and written since the step before; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

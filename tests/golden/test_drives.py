@@ -14,6 +14,7 @@ from tests.support.tiny_models import Run, TinyModel
 
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
+from horizon_server.store.drive_layout import DriveLayout
 from horizon_server.store.host_store import HostStore
 
 MakeModel = Callable[..., TinyModel]
@@ -34,6 +35,7 @@ def on_drive(tmp_path: Path) -> Any:
                 with store.writing(name, "lo"):
                     store.write_master(name, weight)
             store.start_training(1)
+            store.take_traffic()
             return store
 
         yield make
@@ -88,15 +90,19 @@ def test_states_on_drives_learn_the_same_bytes(
         start(model, store=store, device=HostDevice(num_threads=1, compute_dtype=dtype), **options)
         for store in (in_memory, driven)
     ]
+    written = 0
     for step in range(NUM_STEPS):
         batch = [pack(documents(9, 14, seed=2 * step)), pack(documents(12, seed=2 * step + 1))]
         one, other = (run.trainer.train_step(batch) for run in runs)
         assert one.loss == other.loss and one.grad_norm == other.grad_norm
+        assert not one.drives and len(other.drives) == 2
+        written += sum(drive.written_bytes for drive in other.drives)
     for run in runs:
         run.trainer.flush()
+    # Each step writes all once, before it is flushed at the latest.
+    written += sum(drive.written_bytes for drive in driven.take_traffic())
+    assert written == NUM_STEPS * DriveLayout(driven.layout, driven._drives._on).num_bytes
     assert_same_state(in_memory, driven)
-    traffic = driven.take_traffic()
-    assert sum(traffic.written.values()) > 0
     for run in runs:
         run.trainer.close()
 

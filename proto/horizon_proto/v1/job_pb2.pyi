@@ -2347,6 +2347,28 @@ class CollectiveFigures(google.protobuf.message.Message):
 global___CollectiveFigures = CollectiveFigures
 
 @typing.final
+class DriveFigures(google.protobuf.message.Message):
+    """DriveFigures are what a job read from one drive, and wrote to it: states of its layers, and nothing else."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READ_BYTES_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    read_bytes: builtins.int
+    """Bytes read."""
+    written_bytes: builtins.int
+    """Bytes written."""
+    def __init__(
+        self,
+        *,
+        read_bytes: builtins.int = ...,
+        written_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]) -> None: ...
+
+global___DriveFigures = DriveFigures
+
+@typing.final
 class RankFigures(google.protobuf.message.Message):
     """RankFigures are what one of the devices of a job did with the others over a step."""
 
@@ -2453,6 +2475,7 @@ class StepEvent(google.protobuf.message.Message):
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
     LAUNCHING_S_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    DRIVES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -2519,6 +2542,10 @@ class StepEvent(google.protobuf.message.Message):
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankFigures]:
         """Of a job of several devices, each of them in the order of the plan; else empty."""
 
+    @property
+    def drives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DriveFigures]:
+        """Of a job with states on drives, what each drive has read and written since the step before; else empty."""
+
     def __init__(
         self,
         *,
@@ -2547,9 +2574,10 @@ class StepEvent(google.protobuf.message.Message):
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         launching_s: builtins.float = ...,
         ranks: collections.abc.Iterable[global___RankFigures] | None = ...,
+        drives: collections.abc.Iterable[global___DriveFigures] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "ranks", b"ranks", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "drives", b"drives", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "ranks", b"ranks", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent

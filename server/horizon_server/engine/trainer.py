@@ -232,6 +232,7 @@ class Trainer:
             figures,
             **use.of_queues,
             ranks=self._ranks.figures(use),
+            drives=self._store.take_traffic(),
             method_figures=method_figures,
             duration_s=time.perf_counter() - start_s,
             overlap_ratio=overlap_ratio([use.h2d, use.d2h]),

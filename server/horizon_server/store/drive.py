@@ -33,6 +33,7 @@ import torch
 
 from horizon_server import progress
 from horizon_server.errors import DriveFailed, os_problem
+from horizon_server.figures import DriveFigures
 from horizon_server.records.execution import OnDrives
 from horizon_server.store import planes
 from horizon_server.store.checksum import checksum
@@ -69,14 +70,6 @@ class _Slot:
         return not (self.num_users or self.pending or self.is_changed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DriveTraffic:
-    """Bytes since the last time, by the drive's folder."""
-
-    read: Mapping[str, int]
-    written: Mapping[str, int]
-
-
 class DriveStates:
     """The blocks of one store that are on drives. Closed once."""
 
@@ -107,7 +100,7 @@ class DriveStates:
         self._clock = 0
         self._order, self._next = order, 0
         self._is_closed = False
-        self._read, self._written = Counter[str](), Counter[str]()
+        self._read, self._written = Counter[int](), Counter[int]()
 
     @property
     def units(self) -> Sequence[int]:
@@ -207,10 +200,13 @@ class DriveStates:
                     return
                 self._wait()
 
-    def take_traffic(self) -> DriveTraffic:
-        """What was read and written since the last call."""
+    def take_traffic(self) -> tuple[DriveFigures, ...]:
+        """What each drive has read and written since the last call."""
         with self._changed:
-            found = DriveTraffic(read=dict(self._read), written=dict(self._written))
+            found = tuple(
+                DriveFigures(read_bytes=self._read[number], written_bytes=self._written[number])
+                for number in range(len(self._files))
+            )
             self._read.clear()
             self._written.clear()
         return found
@@ -314,7 +310,7 @@ class DriveStates:
             failure = DriveFailed(f"states on the drive of {self._folder(piece)} were not moved: {error!r}")
         progress.advance()
         with self._changed:
-            self._count(piece, num_moved, is_written=is_written)
+            (self._written if is_written else self._read)[piece.drive] += num_moved
             self._failure = self._failure or failure
             self._last_progress_s = time.monotonic()
             slot.pending -= 1
@@ -332,11 +328,6 @@ class DriveStates:
             for work in after:
                 work()
             self._read_ahead()
-
-    def _count(self, piece: Piece, num_bytes: int, *, is_written: bool) -> None:
-        if not num_bytes:
-            return
-        (self._written if is_written else self._read)[self._folder(piece)] += num_bytes
 
     def _folder(self, piece: Piece) -> str:
         return self._on.folders[piece.drive]

@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 
 from horizon_server.errors import InvalidModel
+from horizon_server.figures import DriveFigures
 from horizon_server.records.execution import NOTHING_ON_DRIVES, OnDrives
 from horizon_server.store import generations as generations_plane
 from horizon_server.store import native, packing, planes, reference
 from horizon_server.store.base_plane import BasePlane, can_be_shared, file_bytes, frozen_bytes
 from horizon_server.store.cpus import available_cpus
-from horizon_server.store.drive import DriveStates, DriveTraffic
+from horizon_server.store.drive import DriveStates
 from horizon_server.store.drive_layout import DriveLayout, check_files
 from horizon_server.store.generations import Generations, KeptState
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
@@ -223,9 +224,9 @@ class HostStore:
         if self._drives is not None:
             self._drives.flush()
 
-    def take_traffic(self) -> DriveTraffic:
-        """What drives have read and written since the last call."""
-        return DriveTraffic(read={}, written={}) if self._drives is None else self._drives.take_traffic()
+    def take_traffic(self) -> tuple[DriveFigures, ...]:
+        """What each drive has read and written since the last call; empty where nothing is on drives."""
+        return () if self._drives is None else self._drives.take_traffic()
 
     def start_loading(self) -> None:
         """Other weights are to be loaded: what was kept with those that are there is forgotten."""

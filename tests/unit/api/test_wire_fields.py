@@ -36,7 +36,7 @@ from horizon_server.api.grpc.convert import attribute_of, from_message, to_messa
 from horizon_server.api.http.bodies import NOT_IN_REST, body_of, public_name
 from horizon_server.api.sharing import AllowanceUse, QueueEntry, QuotaLimit
 from horizon_server.datasets.preview import PreviewRow, PreviewSpan
-from horizon_server.figures import EvalSetFigures, TransferFigures
+from horizon_server.figures import DriveFigures, EvalSetFigures, TransferFigures
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.account import Principal, Project, ProjectMember, Token
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, DatasetRecord, ModelRecord
@@ -93,6 +93,7 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     events.StateChanged: job_pb2.StateEvent,
     events.StepDone: job_pb2.StepEvent,
     TransferFigures: job_pb2.TransferFigures,
+    DriveFigures: job_pb2.DriveFigures,
 }
 NOT_ON_THE_WIRE: dict[type[Any], dict[str, str]] = {
     Plan: {
@@ -153,6 +154,7 @@ RESOURCES: dict[type[Any], type[Any]] = {
     events.StateChanged: resources.StateEvent,
     events.StepDone: resources.StepEvent,
     TransferFigures: resources.TransferFigures,
+    DriveFigures: resources.DriveFigures,
 }
 IN_REST = (
     AllowanceUse,
