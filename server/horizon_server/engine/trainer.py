@@ -488,8 +488,7 @@ class Trainer:
         return of_device, {**self._store.host_bytes(), **of_host}
 
     def _take_device(self) -> None:
-        """Have the memory that `release_device` has freed, and begin to read what the next update takes from
-        drives."""
+        """Have the memory that `release_device` has freed, and on its way what the next update takes from drives."""
         self._optimizer.read_ahead()
         if self._is_released:
             self._device.adopt(self._store)

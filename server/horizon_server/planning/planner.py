@@ -34,7 +34,7 @@ from horizon_server.planning.nodes import check_exact, check_nodes, link_speed
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
 from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
-from horizon_server.planning.spec_warnings import of_lanes, spec_warnings
+from horizon_server.planning.spec_warnings import keeping_everything, of_lanes, spec_warnings
 from horizon_server.planning.trainable import open_for_training, shared_base
 from horizon_server.records.execution import (
     DEFAULT_COMPUTE_DTYPE,
@@ -51,21 +51,12 @@ from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout
 from horizon_server.store.generations import lent_planes
-from horizon_server.store.layout import StoreLayout
-from horizon_server.texts import size_text
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
 
 _GIGA = 1e9
 _GIGABIT_BYTES = 1e9 / 8
-
-# Of a parameter in a trainer that keeps everything on its GPUs. Trained: the fp32 master and two fp32 moments, with a
-# bf16 weight and a bf16 gradient, or with an fp32 gradient. Frozen: the bf16 weight.
-_TRAINED_BYTES, _FROZEN_BYTES = 16, 2
-# Of each GPU's memory, up to which these count as fitting: activations, logits and the layers that are gathered take
-# the rest, by settings of the other trainer that this planner does not know.
-_STATE_SHARE = 0.7
 
 # Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.
 _DEFAULT_LANES = 8
@@ -544,7 +535,7 @@ class Planner:
     def _hint(self, case: Case, execution: Execution, prediction: StepPrediction | None) -> str:
         """What would make the job faster."""
         if execution.device_kind == "cuda":
-            return _keeping_everything(case.folder.layout, execution)
+            return keeping_everything(case.folder.layout, execution)
         if prediction is None or case.spec.train.compute_dtype != "auto":
             return ""
         grad_bytes = ELEMENT_BYTES["bfloat16"] if execution.grad_bytes else 0
@@ -558,23 +549,6 @@ class Planner:
             f"train.compute_dtype: bfloat16 is predicted to be {gain:.1f} times as fast on this CPU, at the "
             "precision of bf16"
         )
-
-
-def _keeping_everything(layout: StoreLayout, execution: Execution) -> str:
-    """The hint that a job's several GPUs have the memory for all that it streams to them; empty where they have not."""
-    num_gpus, of_each = execution.num_ranks, execution.device_limit_bytes
-    if num_gpus == 1:
-        return ""
-    num_trained = layout.num_trained_parameters
-    num_frozen = sum(t.num_elements for _, t in layout.tensors() if not t.trained and t.packing == "none")
-    state_bytes = _TRAINED_BYTES * num_trained + _FROZEN_BYTES * num_frozen + sum(u.packed_bytes for u in layout.units)
-    if state_bytes > _STATE_SHARE * of_each * num_gpus:
-        return ""
-    return (
-        f"all {size_text(state_bytes)} of the job's weights, gradients and moments would fit in the "
-        f"{size_text(of_each * num_gpus)} that it may use of {num_gpus} GPUs: FSDP2, as in torchtitan, Axolotl or TRL, "
-        "keeps them there and is likely to be faster for this job"
-    )
 
 
 def _lanes(spec: JobSpec) -> int:
