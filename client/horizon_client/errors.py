@@ -31,6 +31,7 @@ __all__ = [
     "Diverged",
     "DoesNotFit",
     "Draining",
+    "DriveFailed",
     "FieldViolation",
     "FileConflict",
     "HarnessFailed",
@@ -281,6 +282,11 @@ class OutOfMemory(ServerFailed):
 
 class IoFailed(ServerFailed):
     """A child process of the server could not read or write a file."""
+
+
+class DriveFailed(ServerFailed):
+    """A drive of the server could not be read or written, or returned other data than it was given. The message names
+    it."""
 
 
 class Diverged(ServerFailed):

@@ -167,6 +167,12 @@ class LrGroup(TypedDict):
 class MemorySpec(TypedDict, total=False):
     """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
 
+    tier: Literal["ram", "drive"]
+    """ram: everything is in host memory. drive: the optimizer's states of as many layers as do not fit there are on the
+    node's drives (its setting tier_dirs; docs/drives.md). The result is the same. Default: 'ram'."""
+    accept_wear: bool
+    """Let a job with tier drive write more than 5 % of what the node's drives are rated for (its setting
+    tier_endurance_bytes), or any number of bytes where that is not known. Default: False."""
     experts: Literal["whole", "paged"]
     """How the experts of a mixture reach the device. whole: with their layer, so two layers and two gradients of a
     layer must fit; paged: in pages of at most 2**28 parameters, so that their number does not matter, while attention

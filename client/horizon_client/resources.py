@@ -315,6 +315,8 @@ class MemoryPlan:
     the start, the fewest."""
     base: SharedBase | None
     """What it shares with other jobs that train adapters on the same model; None where it has nothing to share."""
+    drives: DriveUse | None
+    """What of the optimizer's states is on the node's drives; None where everything is in memory."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""
@@ -365,6 +367,24 @@ class ReferencePass:
     """Seconds of the whole pass; None where the data is not known."""
     done_share: float
     """Part of it that is done, 0 to 1, as the worker last reported before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriveUse:
+    """What of a job's states is on the node's drives, and what that costs them."""
+
+    num_layers: int
+    """Layers whose states are there."""
+    num_bytes: int
+    """What these take on all drives together. A step reads them once and writes them once."""
+    num_drives: int
+    """Drives that share them."""
+    written_bytes: int | None
+    """What the whole job writes; None while its steps are not known."""
+    endurance_bytes: int | None
+    """What the drives together are rated to be written in their life; None where the node does not know."""
+    endurance_share: float | None
+    """Of that, the share that the whole job writes; None while one of both is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,6 +484,16 @@ class CollectiveFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriveFigures:
+    """What a job read from one drive, and wrote to it: states of its layers, and nothing else."""
+
+    read_bytes: int
+    """Bytes read."""
+    written_bytes: int
+    """Bytes written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """What one of the devices of a job did with the others over a step."""
 
@@ -537,6 +567,8 @@ class StepEvent:
     """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
     ranks: tuple[RankFigures, ...]
     """Of a job of several devices, each of them in the order of the plan; else empty."""
+    drives: tuple[DriveFigures, ...]
+    """Of a job with states on drives, what each drive has read and written since the step before; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

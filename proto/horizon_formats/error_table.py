@@ -59,6 +59,7 @@ ERRORS: Mapping[str, ErrorStatus] = {
     "WorkerSilent": ErrorStatus("WORKER_SILENT", "INTERNAL", 500, 5),
     "OutOfMemory": ErrorStatus("OUT_OF_MEMORY", "INTERNAL", 500, 5),
     "IoFailed": ErrorStatus("IO_ERROR", "INTERNAL", 500, 5),
+    "DriveFailed": ErrorStatus("DRIVE_FAILED", "INTERNAL", 500, 5),
     "Diverged": ErrorStatus("DIVERGED", "ABORTED", 409, 5),
     "BadSetting": ErrorStatus("BAD_SETTING", "INTERNAL", 500, 5),
 }

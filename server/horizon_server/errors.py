@@ -205,6 +205,10 @@ class IoFailed(HorizonError, OSError):
     """A child process could not read or write a file."""
 
 
+class DriveFailed(HorizonError, OSError):
+    """A drive of tier_dirs could not be read or written, or returned other data than it was given."""
+
+
 class Diverged(HorizonError, RuntimeError):
     """Training was stopped because too many steps in a row could not be used: their loss or gradients were not
     finite."""

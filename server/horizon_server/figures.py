@@ -99,6 +99,21 @@ class RankFigures:
     ] = 0.0
 
 
+_DRIVE = ("drive",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriveFigures:
+    """What a job read from one drive, and wrote to it, over a period: states of its layers, and nothing else."""
+
+    read_bytes: Annotated[
+        int, Metric("horizon_drive_read_bytes_total", "Bytes of states that jobs read from a drive.", _DRIVE)
+    ] = 0
+    written_bytes: Annotated[
+        int, Metric("horizon_drive_written_bytes_total", "Bytes of states that jobs wrote to a drive.", _DRIVE)
+    ] = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class QueueFigures:
     """What the device's queues did over a period, from their own clocks. Units: seconds.
@@ -175,6 +190,8 @@ class StepFigures(QueueFigures):
     noise_scale_tokens: float | None = None
     ranks: tuple[RankFigures, ...] = ()
     """Of a job that several devices compute, in order."""
+    drives: tuple[DriveFigures, ...] = ()
+    """Of a job with states on drives, in the order of its plan."""
     method_figures: Annotated[
         dict[str, float],
         Metric(

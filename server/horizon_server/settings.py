@@ -107,6 +107,18 @@ class Settings(BaseSettings):
         "no such limit.",
     )
     model_roots: Folders = Field((), description="Folders on the node below which a job may name a model folder.")
+    tier_dirs: Folders = Field(
+        (),
+        description="Folders on local drives, one for each drive, for the states of jobs with memory.tier: drive "
+        "(docs/drives.md). Their file systems must allow O_DIRECT, as ext4 and XFS do.",
+    )
+    tier_endurance_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Bytes that all drives of tier_dirs together may be written in their life, from their data sheets "
+        "(TBW). A job that writes more than 5 % of it must say memory.accept_wear: true; without this setting, every "
+        "job on drives must.",
+    )
     host_memory_limit_bytes: int | None = Field(
         None, ge=1, description="Upper bound for jobs; default: the machine's or control group's limit."
     )

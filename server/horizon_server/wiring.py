@@ -42,6 +42,7 @@ from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.jobs.usage import UsageMeter
 from horizon_server.nodes.boxes import BoxClient
 from horizon_server.nodes.directory import NodeDirectory
+from horizon_server.planning.drives import find_drives
 from horizon_server.planning.gpus import usable_device_bytes
 from horizon_server.planning.machine import (
     Accelerator,
@@ -161,7 +162,12 @@ async def wire(
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
     bases = Bases()
     planner = Planner.of_node(
-        settings, rates, usable, free_devices=lambda: scheduler.free_devices, jobs_on=bases.jobs_on
+        settings,
+        rates,
+        usable,
+        free_devices=lambda: scheduler.free_devices,
+        jobs_on=bases.jobs_on,
+        drives=await asyncio.to_thread(find_drives, settings),
     )
 
     def free_bytes(but: str) -> int:

@@ -61,6 +61,7 @@ horizon_device_handover_seconds{device} horizon_resident_jobs{device} horizon_jo
 horizon_share_use_seconds{project,user} horizon_project_weight{project} horizon_user_weight{user}
 horizon_turn_overruns_total{} horizon_layer_compile_seconds_total{}
 horizon_job_loading_since_timestamp_seconds{job_id,state}
+horizon_drive_read_bytes_total{drive} horizon_drive_written_bytes_total{drive}
 horizon_jobs_displaced_total{} horizon_oldest_queued_timestamp_seconds{} horizon_host_memory_promised_bytes{}
 horizon_shared_base_bytes{} horizon_shared_base_jobs{}
 horizon_node_open{} horizon_fleet_nodes{state} horizon_fleet_boxes{state}

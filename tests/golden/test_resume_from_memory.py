@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.golden.memory_life import DupFd, Said, live
+from tests.support.drives import drive_folders
 from tests.support.further import further
 from tests.support.worker_attempts import assert_same, result, spec_of, worker_request, write_inputs
 
@@ -112,19 +113,24 @@ def live_once(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "train"),
+    ("model_type", "train", "on_drives"),
     [
         # Updates of all units overlap with the next step; the table's rows are updated apart.
-        ("llama", {}),
+        ("llama", {}, False),
         # Each unit is updated in backward, as its gradient lands.
-        ("llama", {"max_grad_norm": None}),
-        ("llama", {"optimizer_states": "compressed"}),
-        *further(("gpt2", {})),
+        ("llama", {"max_grad_norm": None}, False),
+        ("llama", {"optimizer_states": "compressed"}, False),
+        ("llama", {"optimizer_states": "compressed"}, True),
+        # The killed one has its states on drives, and the undisturbed one in memory.
+        ("llama", {}, True),
+        ("llama", {"max_grad_norm": None, "compute_dtype": "bfloat16"}, True),
+        *further(("gpt2", {}, False)),
     ],
 )
 def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
-    processes: ForkServerContext, model_type: str, train: dict[str, Any], tmp_path: Path
+    processes: ForkServerContext, model_type: str, train: dict[str, Any], on_drives: bool, tmp_path: Path
 ) -> None:
+    folders = drive_folders(tmp_path) if on_drives else ()
     spec = spec_of(NUM_STEPS, train={"epochs": None, **train}, checkpoint={"every_steps": SAVE_EVERY})
     whole, killed = Lives(), Lives()
     for name in ("whole", "killed"):
@@ -137,7 +143,7 @@ def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturb
     assert list(wanted) == list(range(1, NUM_STEPS + 1))
 
     chance = random.Random(7)
-    with worker_request(tmp_path / "killed", spec) as request:
+    with worker_request(tmp_path / "killed", spec, folders=folders) as request:
         for kill in range(NUM_KILLS):
             # On a busy machine every other kill may cut an update.
             rests = kill == NUM_KILLS // 2

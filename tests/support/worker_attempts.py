@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.drives import on_drives
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,6 +28,8 @@ from horizon_server.records.execution import NOTHING_STAYS, Parallel, Residency
 from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store import base_plane
+from horizon_server.store.drive_files import lent_files
+from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.manifest import is_complete
 from horizon_server.store.planes import lent_memory
@@ -90,10 +93,12 @@ def worker_request(
     layer_ranks: tuple[int, ...] = (),
     numa_nodes: tuple[int, ...] = (),
     base_fd: int | None = None,
+    folders: tuple[str, ...] = (),
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
-    that, and `base_fd` is the memory of the base that it shares with another job."""
+    that, and `base_fd` is the memory of the base that it shares with another job. With `folders`, the states of all
+    layers are on drives."""
     plan = Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
@@ -113,6 +118,10 @@ def worker_request(
         numa_nodes=numa_nodes,
     )
     layout = open_for_training(folder / "model", spec.train).layout
+    if folders:
+        with_lo = execution.compute_dtype == "bfloat16"
+        execution = dataclasses.replace(execution, drives=on_drives(layout, folders, with_lo=with_lo))
+    drives = DriveLayout(layout, execution.drives)
     base = None if num_nodes > 1 else plan.base
     plane_bytes = lent_planes(layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=lanes)
     request = WorkerRequest(
@@ -127,7 +136,10 @@ def worker_request(
     )
     if base is not None:
         plane_bytes[base_plane.PLANE] = base.num_bytes
-    with lent_memory(plane_bytes) as planes:
+    if folders:
+        plane_bytes[INDEX_PLANE] = drives.index_bytes
+    with lent_memory(plane_bytes) as memory, lent_files(folders, drives.file_bytes) as files:
+        planes = memory | files
         if base_fd is not None:
             os.dup2(base_fd, planes[base_plane.PLANE], inheritable=False)
         yield {**to_plain(request), "planes": planes, **more}

@@ -304,6 +304,17 @@ _WORK = (
         ],
     ),
     Chart(
+        title="Drives",
+        text="Bytes of states that jobs read from drives and write to them.",
+        good="Nothing where no job asks for it; near what horizond doctor measures where a job is bound by drives.",
+        unit="Bps",
+        width=12,
+        queries=[
+            (rate("horizon_drive_read_bytes_total", "drive"), "{{drive}} read"),
+            (rate("horizon_drive_written_bytes_total", "drive"), "{{drive}} written"),
+        ],
+    ),
+    Chart(
         title="Step duration",
         text="Optimizer steps of all jobs.",
         good="Steady while the same jobs run; p95 near p50 where only one does.",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from horizon_client.resources import (
+        DriveUse,
         Job,
         JobEvent,
         KeptMemory,
@@ -147,6 +148,7 @@ def _memory_page(plan: MemoryPlan) -> str:
         where += f", planned for {plan.num_nodes} of {span.least} to {span.most} nodes"
         where += f" ({bytes_text(span.host_bytes)} of this node's memory are kept for any number of them)"
     kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
+    kept += f"\non drives: {_drives_text(plan.drives)}" if plan.drives else ""
     if base := plan.base:
         others = f", with {base.num_jobs} job{'' if base.num_jobs == 1 else 's'} when planned" if base.num_jobs else ""
         kept += f"\nbase: {bytes_text(base.num_bytes)}, in memory once for all jobs on it{others}"
@@ -208,6 +210,16 @@ def _division_text(plan: MemoryPlan) -> str:
     facts += [f"by {other} {step_s:.3g} s" for other, step_s in seconds.items() if step_s is not None]
     # An older daemon names no way
     return (f", by {way}" if way else "") + (f" ({', '.join(facts)})" if facts else "")
+
+
+def _drives_text(use: DriveUse) -> str:
+    layers = f"states of {use.num_layers} layer{'' if use.num_layers == 1 else 's'} ({bytes_text(use.num_bytes)})"
+    text = f"{layers}, read and written once a step"
+    if use.written_bytes is not None:
+        text += f"; the job writes {bytes_text(use.written_bytes)}"
+    if use.endurance_share is not None:
+        text += f", {use.endurance_share:.2%} of what the drives are rated for"
+    return text
 
 
 def _kept_text(kept: KeptMemory) -> str:

@@ -565,6 +565,30 @@ CHECKPOINT_EXPORT_BOTH: CheckpointExport.ValueType  # 3
 """The adapter, and the merged model in merged/."""
 global___CheckpointExport = CheckpointExport
 
+class _MemoryTier:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MemoryTierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_MemoryTier.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MEMORY_TIER_UNSPECIFIED: _MemoryTier.ValueType  # 0
+    """Not set: ram."""
+    MEMORY_TIER_RAM: _MemoryTier.ValueType  # 1
+    """Nowhere: all of them must fit."""
+    MEMORY_TIER_DRIVE: _MemoryTier.ValueType  # 2
+    """On the node's drives, those of as many layers as do not fit."""
+
+class MemoryTier(_MemoryTier, metaclass=_MemoryTierEnumTypeWrapper):
+    """MemoryTier is where the optimizer's states are that do not fit into host memory."""
+
+MEMORY_TIER_UNSPECIFIED: MemoryTier.ValueType  # 0
+"""Not set: ram."""
+MEMORY_TIER_RAM: MemoryTier.ValueType  # 1
+"""Nowhere: all of them must fit."""
+MEMORY_TIER_DRIVE: MemoryTier.ValueType  # 2
+"""On the node's drives, those of as many layers as do not fit."""
+global___MemoryTier = MemoryTier
+
 class _MergeBase:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1160,6 +1184,36 @@ class GenerateSpec(google.protobuf.message.Message):
 global___GenerateSpec = GenerateSpec
 
 @typing.final
+class MemorySpec(google.protobuf.message.Message):
+    """MemorySpec says how a job runs that is too large for the device or the node's RAM. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    ACCEPT_WEAR_FIELD_NUMBER: builtins.int
+    EXPERTS_FIELD_NUMBER: builtins.int
+    tier: global___MemoryTier.ValueType
+    """Where the optimizer's states are that do not fit into host memory; default ram."""
+    accept_wear: builtins.bool
+    """Let a job with tier drive write more than 5 % of what the node's drives are rated for, or any number of bytes where that is not known;
+    default false.
+    """
+    experts: global___Experts.ValueType
+    """How the experts of a mixture reach the device; default whole."""
+    def __init__(
+        self,
+        *,
+        tier: global___MemoryTier.ValueType = ...,
+        accept_wear: builtins.bool | None = ...,
+        experts: global___Experts.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_accept_wear", b"_accept_wear", "accept_wear", b"accept_wear"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_accept_wear", b"_accept_wear", "accept_wear", b"accept_wear", "experts", b"experts", "tier", b"tier"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_accept_wear", b"_accept_wear"]) -> typing.Literal["accept_wear"] | None: ...
+
+global___MemorySpec = MemorySpec
+
+@typing.final
 class LimitsSpec(google.protobuf.message.Message):
     """LimitsSpec says when a job ends with success before all its steps are done. The learning rate's schedule does not change."""
 
@@ -1185,24 +1239,6 @@ class LimitsSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_steps", b"_max_steps"]) -> typing.Literal["max_steps"] | None: ...
 
 global___LimitsSpec = LimitsSpec
-
-@typing.final
-class MemorySpec(google.protobuf.message.Message):
-    """MemorySpec says how a job runs that is too large for the device or the node's RAM. Fields left out take the defaults given here."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    EXPERTS_FIELD_NUMBER: builtins.int
-    experts: global___Experts.ValueType
-    """How the experts of a mixture reach the device; default whole."""
-    def __init__(
-        self,
-        *,
-        experts: global___Experts.ValueType = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["experts", b"experts"]) -> None: ...
-
-global___MemorySpec = MemorySpec
 
 @typing.final
 class TrainSpec(google.protobuf.message.Message):
@@ -1894,6 +1930,7 @@ class MemoryPlan(google.protobuf.message.Message):
     NUM_NODES_FIELD_NUMBER: builtins.int
     NODE_RANGE_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
+    DRIVES_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1976,6 +2013,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def base(self) -> global___SharedBase:
         """What it shares with other jobs that train adapters on the same model; unset where it has nothing to share."""
 
+    @property
+    def drives(self) -> global___DriveUse:
+        """What of the optimizer's states is on the node's drives; unset where everything is in memory."""
+
     def __init__(
         self,
         *,
@@ -2006,9 +2047,10 @@ class MemoryPlan(google.protobuf.message.Message):
         num_nodes: builtins.int = ...,
         node_range: global___DeviceRange | None = ...,
         base: global___SharedBase | None = ...,
+        drives: global___DriveUse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "device_range", b"device_range", "kept", b"kept", "node_range", b"node_range", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "node_range", b"node_range", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "device_range", b"device_range", "drives", b"drives", "kept", b"kept", "node_range", b"node_range", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "drives", b"drives", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "node_range", b"node_range", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
@@ -2112,6 +2154,51 @@ class ReferencePass(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_total_s", b"_total_s"]) -> typing.Literal["total_s"] | None: ...
 
 global___ReferencePass = ReferencePass
+
+@typing.final
+class DriveUse(google.protobuf.message.Message):
+    """DriveUse is what of a job's states is on the node's drives, and what that costs them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    NUM_DRIVES_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    ENDURANCE_BYTES_FIELD_NUMBER: builtins.int
+    ENDURANCE_SHARE_FIELD_NUMBER: builtins.int
+    num_layers: builtins.int
+    """Layers whose states are there."""
+    num_bytes: builtins.int
+    """What these take on all drives together. A step reads them once and writes them once."""
+    num_drives: builtins.int
+    """Drives that share them."""
+    written_bytes: builtins.int
+    """What the whole job writes; unset while its steps are not known."""
+    endurance_bytes: builtins.int
+    """What the drives together are rated to be written in their life; unset where the node does not know."""
+    endurance_share: builtins.float
+    """Of that, the share that the whole job writes; unset while one of both is not known."""
+    def __init__(
+        self,
+        *,
+        num_layers: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        num_drives: builtins.int = ...,
+        written_bytes: builtins.int | None = ...,
+        endurance_bytes: builtins.int | None = ...,
+        endurance_share: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_endurance_bytes", b"_endurance_bytes", "_endurance_share", b"_endurance_share", "_written_bytes", b"_written_bytes", "endurance_bytes", b"endurance_bytes", "endurance_share", b"endurance_share", "written_bytes", b"written_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_endurance_bytes", b"_endurance_bytes", "_endurance_share", b"_endurance_share", "_written_bytes", b"_written_bytes", "endurance_bytes", b"endurance_bytes", "endurance_share", b"endurance_share", "num_bytes", b"num_bytes", "num_drives", b"num_drives", "num_layers", b"num_layers", "written_bytes", b"written_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_endurance_bytes", b"_endurance_bytes"]) -> typing.Literal["endurance_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_endurance_share", b"_endurance_share"]) -> typing.Literal["endurance_share"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_written_bytes", b"_written_bytes"]) -> typing.Literal["written_bytes"] | None: ...
+
+global___DriveUse = DriveUse
 
 @typing.final
 class SharedBase(google.protobuf.message.Message):
@@ -2330,6 +2417,28 @@ class CollectiveFigures(google.protobuf.message.Message):
 global___CollectiveFigures = CollectiveFigures
 
 @typing.final
+class DriveFigures(google.protobuf.message.Message):
+    """DriveFigures are what a job read from one drive, and wrote to it: states of its layers, and nothing else."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READ_BYTES_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    read_bytes: builtins.int
+    """Bytes read."""
+    written_bytes: builtins.int
+    """Bytes written."""
+    def __init__(
+        self,
+        *,
+        read_bytes: builtins.int = ...,
+        written_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]) -> None: ...
+
+global___DriveFigures = DriveFigures
+
+@typing.final
 class RankFigures(google.protobuf.message.Message):
     """RankFigures are what one of the devices of a job did with the others over a step."""
 
@@ -2436,6 +2545,7 @@ class StepEvent(google.protobuf.message.Message):
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
     LAUNCHING_S_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    DRIVES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -2502,6 +2612,10 @@ class StepEvent(google.protobuf.message.Message):
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankFigures]:
         """Of a job of several devices, each of them in the order of the plan; else empty."""
 
+    @property
+    def drives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DriveFigures]:
+        """Of a job with states on drives, what each drive has read and written since the step before; else empty."""
+
     def __init__(
         self,
         *,
@@ -2530,9 +2644,10 @@ class StepEvent(google.protobuf.message.Message):
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         launching_s: builtins.float = ...,
         ranks: collections.abc.Iterable[global___RankFigures] | None = ...,
+        drives: collections.abc.Iterable[global___DriveFigures] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "ranks", b"ranks", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "drives", b"drives", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "ranks", b"ranks", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent

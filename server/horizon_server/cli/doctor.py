@@ -37,6 +37,7 @@ from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTE
 from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.store import numa
 from horizon_server.store.cpus import available_cpus
+from horizon_server.store.drive_files import measure
 from horizon_server.store.native import kernel_info
 from horizon_server.texts import size_text
 from horizon_server.version import VERSION
@@ -76,7 +77,8 @@ class Part:
 def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
     """Check whether this machine can run jobs, and how fast it is.
 
-    Memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk, further nodes.
+    Memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk, drives of tier_dirs,
+    further nodes.
 
     Each line is [ok], [warn] or [fail] with what to do. Exit code 1 when a line is [fail]. The speeds are kept in the
     state folder, where a running daemon finds them too: plans predict a job's speed from them. Measure while nothing
@@ -95,6 +97,7 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
         _compiler(usable),
         _speed(settings, usable),
         _disk(settings.state_dir),
+        *(_drive(Path(folder)) for folder in settings.tier_dirs),
         _largest_model(settings, usable),
         *([_fleet(settings, usable)] if settings.nodes else []),
     ]
@@ -292,6 +295,17 @@ def _disk(state_dir: Path) -> Part:
             "a checkpoint takes 12 bytes per parameter and two are kept by default: 24 GB for a model of 1 B parameters"
         )
     return part
+
+
+def _drive(folder: Path) -> Part:
+    """A drive for the states of jobs with memory.tier: drive."""
+    speed = measure(folder)
+    facts = {f"drive_{folder}": {name: value for name, value in vars(speed).items() if name != "folder"}}
+    if speed.problem:
+        part = Part("drive", f"{folder} cannot be used: {speed.problem}", facts)
+        return part.warn("jobs with memory.tier: drive do without it; repair it, or take it out of tier_dirs")
+    found = f"{folder} reads {speed.read_bytes_per_s / 1e9:.2f} GB/s, writes {speed.write_bytes_per_s / 1e9:.2f} GB/s"
+    return Part("drive", f"{found}, {size_text(speed.free_bytes)} free", facts)
 
 
 def _largest_model(settings: Settings, usable: tuple[Gpu, ...]) -> Part:

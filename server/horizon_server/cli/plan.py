@@ -16,6 +16,7 @@ import yaml
 from horizon_formats.model_files import CONFIG_FILE, is_hub_id
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
+from horizon_server.planning.drives import find_drives
 from horizon_server.planning.machine import Machine, RateBook, find_accelerators, usable_accelerators
 from horizon_server.planning.outline import config_outline, has_weights
 from horizon_server.planning.planner import Planner
@@ -63,10 +64,12 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         usable_accelerators(asyncio.run(find_accelerators()), child_environment(), wanted=settings.gpu)
     )
     machine = Machine.of(accelerators, num_threads=settings.num_threads or available_cpus())
-    planner = Planner.of_node(settings, RateBook(settings.state_dir, machine), accelerators)
+    book = RateBook(settings.state_dir, machine)
+    planner = Planner.of_node(settings, book, accelerators, drives=find_drives(settings))
     job_plan = asyncio.run(_planned(planner, spec, model))
     mapping: dict[str, Any] = {"model": str(model)} | {name: getattr(job_plan, name) for name in _SHOWN}
     mapping["kept"] = None if job_plan.kept is None else dataclasses.asdict(job_plan.kept)
+    mapping["drives"] = None if job_plan.drives is None else dataclasses.asdict(job_plan.drives)
     mapping["device_range"] = None if job_plan.device_range is None else dataclasses.asdict(job_plan.device_range)
     mapping["node_range"] = None if job_plan.node_range is None else dataclasses.asdict(job_plan.node_range)
     mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
@@ -79,6 +82,8 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         on_host = job_plan.is_on_host
         if job_plan.kept is not None:
             mapping["kept"] = job_plan.kept.text
+        if job_plan.drives is not None:
+            mapping["drives"] = job_plan.drives.text
         mapping = _readable({k: v for k, v in mapping.items() if not (on_host and k.startswith("device_"))})
     print_mapping(mapping, output)
     return 0 if job_plan.fits else 1

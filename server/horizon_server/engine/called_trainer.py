@@ -162,6 +162,7 @@ class CalledTrainer(Trainer):
         return replace(
             figures,
             **use.of_queues,
+            drives=self._store.take_traffic(),
             duration_s=total.duration_s + time.perf_counter() - start_s,
             overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
             device_memory_bytes=on_device,

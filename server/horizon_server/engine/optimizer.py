@@ -203,8 +203,9 @@ class Optimizer:
             queue.wait(RankEvent(done, self._ranks, self._device))
 
     def finish(self) -> Event:
-        """An event after all that was submitted, the table's rows included."""
+        """An event after all that was submitted, the table's rows included, and what is written to drives."""
         self._release()
+        self.queue.submit(self._store.flush, label="states on drives")
         self.wait_for_states(self.queue)
         return self.queue.record()
 
@@ -225,8 +226,13 @@ class Optimizer:
         for index in trained:
             self._store.generations.begin(index, self.generation)
         write()
+        self._store.flush()
         for index in trained:
             self._store.generations.end(index, self.generation)
+
+    def read_ahead(self) -> None:
+        """Begin to read what the next updates take from drives. Raises DriveFailed: a drive has failed meanwhile."""
+        self._store.read_ahead()
 
     def _owned(self, unit_index: int) -> slice:
         return self._ownership.trained(unit_index)[self._ranks.rank]
@@ -236,8 +242,8 @@ class Optimizer:
 
         def update() -> None:
             self._store.generations.begin(unit_index, number)
-            work()
-            self._store.generations.end(unit_index, number)
+            with self._store.updating(unit_index, partial(self._store.generations.end, unit_index, number)):
+                work()
             progress.advance()
 
         self.queue.submit(update, label=f"update {unit_index}")

@@ -240,6 +240,7 @@ class Trainer:
             figures,
             **use.of_queues,
             ranks=self._ranks.figures(use),
+            drives=self._store.take_traffic(),
             method_figures=method_figures,
             duration_s=time.perf_counter() - start_s,
             overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
@@ -502,7 +503,8 @@ class Trainer:
         return of_device, {**self._store.host_bytes(), **of_host}
 
     def _take_device(self) -> None:
-        """Have the memory that `release_device` has freed."""
+        """Have the memory that `release_device` has freed, and on its way what the next update takes from drives."""
+        self._optimizer.read_ahead()
         if self._is_released:
             self._device.adopt(self._store, self._with_states)
             self._optimizer.states.open()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -18,6 +18,7 @@ import structlog
 from horizon_server.records.job import JobRecord
 from horizon_server.records.plan import Plan, SharedBase
 from horizon_server.store.base_plane import PLANE
+from horizon_server.store.drive_files import lent_files
 from horizon_server.store.planes import create_memory_file, lent_memory
 
 log = structlog.get_logger(__name__)
@@ -63,8 +64,14 @@ class Bases:
 
     @asynccontextmanager
     async def lent_planes(self, plan: Plan, job_id: str) -> AsyncIterator[dict[str, int]]:
-        """Lend a job its planes within the block, by descriptors; and its base, until it is told to `leave`."""
-        with lent_memory(plan.plane_bytes) as planes:
+        """Lend a job its planes within the block, by descriptors, with its files on drives; and its base, until it is
+        told to `leave`. Raises DriveFailed: a drive has no room for its file."""
+        drives = plan.execution.drives
+        with ExitStack() as lent:
+            planes = lent.enter_context(lent_memory(plan.plane_bytes))
+            # On a thread: file systems take a while to allocate the space.
+            files = lent_files(drives.folders, plan.drive_file_bytes)
+            planes |= await asyncio.to_thread(lent.enter_context, files)
             base = {} if plan.base is None else {PLANE: await self._lent(plan.base, job_id)}
             yield planes | base
 

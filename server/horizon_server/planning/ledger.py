@@ -45,6 +45,8 @@ from horizon_server.records.execution import NUM_SLOTS, DeviceKind, Execution, R
 from horizon_server.records.plan import Ledger
 from horizon_server.store.adapters import MAGNITUDE, adapter_elements, first_norm_bytes, norm_bytes
 from horizon_server.store.base_plane import can_be_shared, file_bytes, frozen_bytes
+from horizon_server.store.drive_files import THREADS_PER_DRIVE
+from horizon_server.store.drive_layout import DriveLayout, state_bytes
 from horizon_server.store.layout import (
     EXACT_BYTES,
     MOMENT_PLANES,
@@ -86,6 +88,8 @@ CAST_ELEMENTS = 1 << 25
 # Of a large model's host memory; the rest is staging, activations and the worker's heap.
 _SHARE_FOR_PLANES = 0.9
 
+# Estimated: the stack and heap of a thread that reads and writes, and computes nothing else.
+_DRIVE_THREAD_BYTES = 1 << 20
 _FP64 = 8
 _FP32 = 4
 _BF16 = 2
@@ -235,6 +239,7 @@ def plan_memory(
     layer_bytes = saved_bytes + adapter_elements_of_row * element_bytes
     if element_bytes == _BF16:
         layer_bytes += norm_input_elements(model, row_tokens) * element_bytes
+    drives = DriveLayout(layout, execution.drives)
     host = {
         **_plane_shares(layout, execution),
         "activations": (on_host + _key_value_elements_on_host(model, num_kept, tokens_per_step, chunked_tokens))
@@ -242,6 +247,12 @@ def plan_memory(
         "staging": _landing_bytes(layout, recipe.tokens_per_step, execution),
         "other": _process_bytes(layout, model, tokens_per_step, execution.num_threads) + first_norm_bytes(layout),
     }
+    if execution.drives.units:
+        for unit in execution.drives.units:
+            for plane in execution.drives.planes:
+                host["weights" if plane == "lo" else "moments"] -= state_bytes(layout, unit, (plane,))
+        host["staging"] += drives.ring_bytes + drives.index_bytes
+        host["other"] += len(execution.drives.folders) * THREADS_PER_DRIVE * _DRIVE_THREAD_BYTES
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
         device["gradients"] += min(CAST_ELEMENTS, max(unit.trained_elements for unit in layout.units)) * _BF16

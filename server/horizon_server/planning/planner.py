@@ -14,6 +14,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.network import interface_of
 from horizon_server.planning.chunks import check_chunks
 from horizon_server.planning.data_size import DataSize
+from horizon_server.planning.drives import NodeDrives, check_drives, check_wear, drive_use
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens
@@ -35,7 +36,7 @@ from horizon_server.planning.pages import check_pages
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
 from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
-from horizon_server.planning.spec_warnings import of_lanes, spec_warnings
+from horizon_server.planning.spec_warnings import keeping_everything, of_lanes, spec_warnings
 from horizon_server.planning.trainable import open_for_training, shared_base
 from horizon_server.records.execution import (
     DEFAULT_COMPUTE_DTYPE,
@@ -50,23 +51,15 @@ from horizon_server.spec import JobSpec, Span
 from horizon_server.spec.fields import MAX_LANES
 from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
+from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout
 from horizon_server.store.generations import lent_planes
-from horizon_server.store.layout import StoreLayout
 from horizon_server.store.pages import MOST_PAGE_ELEMENTS
-from horizon_server.texts import size_text
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
 
 _GIGA = 1e9
 _GIGABIT_BYTES = 1e9 / 8
-
-# Of a parameter in a trainer that keeps everything on its GPUs. Trained: the fp32 master and two fp32 moments, with a
-# bf16 weight and a bf16 gradient, or with an fp32 gradient. Frozen: the bf16 weight.
-_TRAINED_BYTES, _FROZEN_BYTES = 16, 2
-# Of each GPU's memory, up to which these count as fitting: activations, logits and the layers that are gathered take
-# the rest, by settings of the other trainer that this planner does not know.
-_STATE_SHARE = 0.7
 
 # Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.
 _DEFAULT_LANES = 8
@@ -98,6 +91,7 @@ class PlannerFacts:
     free_devices: tuple[str, ...] | None
     """None where all are free."""
     numa_nodes: tuple[int, ...]
+    drives: NodeDrives | None = None
 
 
 class Planner:
@@ -114,6 +108,7 @@ class Planner:
         free_devices: returns the names of the devices that no job is on; without it, all are free.
         jobs_on: returns how many resident jobs are on the base of a key.
         numa_nodes: those with memory.
+        drives: those that jobs may have states on.
     """
 
     def __init__(
@@ -129,6 +124,7 @@ class Planner:
         free_devices: Callable[[], Collection[str]] | None = None,
         jobs_on: Callable[[str], int] = lambda _: 0,
         numa_nodes: Collection[int] = (),
+        drives: NodeDrives | None = None,
     ) -> None:
         self._settings = settings
         self._memory = memory
@@ -140,6 +136,7 @@ class Planner:
         self._free_devices = free_devices
         self._jobs_on = jobs_on
         self._numa_nodes = numa_nodes
+        self._drives = drives
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
         self.network_bytes_per_s: float | None = None
         """Of the private network of the fleet; None where nothing is known of it."""
@@ -157,6 +154,7 @@ class Planner:
         *,
         free_devices: Callable[[], Collection[str]] | None = None,
         jobs_on: Callable[[str], int] = lambda _: 0,
+        drives: NodeDrives | None = None,
     ) -> Planner:
         """Return the planner of this node; `book` holds its speed."""
         return cls(
@@ -170,6 +168,7 @@ class Planner:
             free_devices=free_devices,
             jobs_on=jobs_on,
             numa_nodes=[node.index for node in numa.nodes()],
+            drives=drives,
         )
 
     @property
@@ -188,6 +187,7 @@ class Planner:
             has_bf16=self._has_bf16,
             free_devices=tuple(self._free_devices()) if self._free_devices else None,
             numa_nodes=tuple(self._numa_nodes),
+            drives=self._drives,
         )
 
     def of_facts(self, facts: PlannerFacts) -> Planner:
@@ -202,6 +202,7 @@ class Planner:
             has_bf16=facts.has_bf16,
             free_devices=None if facts.free_devices is None else lambda: facts.free_devices or (),
             numa_nodes=facts.numa_nodes,
+            drives=facts.drives,
         )
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
@@ -224,6 +225,7 @@ class Planner:
             InvalidModel: as `plan`.
             InvalidSpec: as `plan`, and when the machine's GPU is unknown or a number of it cannot be.
         """
+        check_drives(spec, None)
         for name, value in (("host_gbps", machine.host_gbps), ("link_gbps", machine.link_gbps)):
             if value is not None and not 0 < value < math.inf:
                 raise InvalidSpec.of(
@@ -335,7 +337,9 @@ class Planner:
         return execution, case.ledger(execution)
 
     def _planned_here(self, spec: JobSpec, path: Path, execution: Execution, limit_bytes: int, **known: Any) -> Plan:
+        check_drives(spec, self._drives)
         known |= {"num_on_node": self._num_devices(execution.device_kind), "most_nodes": self.most_nodes(spec)}
+        known |= {"drives": self._drives}
         return self._planned(spec, path, execution, limit_bytes, **known)
 
     def _planned(
@@ -352,6 +356,7 @@ class Planner:
         bases: Collection[str] = (),
         num_on_node: int = MAX_LANES,
         most_nodes: int = MAX_LANES,
+        drives: NodeDrives | None = None,
     ) -> Plan:
         """`gpus` and `bases` are as in `plan_to_start`. `num_on_node` are the devices of the kind that the node has,
         `most_nodes` the nodes that the job may have; without, there are enough."""
@@ -372,16 +377,20 @@ class Planner:
         # Which GPUs a job with a range continues on is not known when its memory is kept.
         differ = execution.deals_lanes and not spec.gpus.is_range
         gpus = gpus or self._accelerators[: execution.num_ranks]
+        rates = rates or self._rates().get(rates_name(execution.device_kind, execution.compute_dtype))
+        if rates is not None and drives is not None:
+            rates = dataclasses.replace(rates, drives=drives.rates)
         case = Case(
             spec=spec,
             folder=folder,
             host_limit_bytes=limit_bytes,
-            rates=rates or self._rates().get(rates_name(execution.device_kind, execution.compute_dtype)),
+            rates=rates,
             rates_of_ranks=rates_of_gpus(self._rates(), gpus) if differ else (),
             layer=self._layer_memory(folder),
             data=data,
             longest_document=longest_document,
             network_bytes_per_s=self.network_bytes_per_s,
+            drives=drives,
         )
         together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
         asked, device_range, node_range = dataclasses.replace(execution, micro_batch_tokens=together), None, None
@@ -392,12 +401,20 @@ class Planner:
         else:
             settled = settle(case, asked)
         execution, prediction = settled.execution, settled.prediction
+        on_drives = DriveLayout(folder.layout, execution.drives)
+        planes = lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes)
+        if execution.drives.units:
+            planes[INDEX_PLANE] = on_drives.index_bytes
+        use = drive_use(on_drives, drives, case.num_steps)
+        check_wear(spec, use, drives)
         plan = Plan(
             **vars(settled.ledger),
             execution=execution,
             device=execution.device_kind,
             host_limit_bytes=limit_bytes,
-            plane_bytes=lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes),
+            plane_bytes=planes,
+            drives=use,
+            drive_file_bytes=on_drives.file_bytes,
             base=base,
             num_parameters=folder.layout.num_parameters,
             num_trained_parameters=folder.layout.num_trained_parameters,
@@ -527,7 +544,7 @@ class Planner:
     def _hint(self, case: Case, execution: Execution, prediction: StepPrediction | None) -> str:
         """What would make the job faster."""
         if execution.device_kind == "cuda":
-            return _keeping_everything(case.folder.layout, execution)
+            return keeping_everything(case.folder.layout, execution)
         if prediction is None or case.spec.train.compute_dtype != "auto":
             return ""
         grad_bytes = ELEMENT_BYTES["bfloat16"] if execution.grad_bytes else 0
@@ -541,23 +558,6 @@ class Planner:
             f"train.compute_dtype: bfloat16 is predicted to be {gain:.1f} times as fast on this CPU, at the "
             "precision of bf16"
         )
-
-
-def _keeping_everything(layout: StoreLayout, execution: Execution) -> str:
-    """The hint that a job's several GPUs have the memory for all that it streams to them; empty where they have not."""
-    num_gpus, of_each = execution.num_ranks, execution.device_limit_bytes
-    if num_gpus == 1:
-        return ""
-    num_trained = layout.num_trained_parameters
-    num_frozen = sum(t.num_elements for _, t in layout.tensors() if not t.trained and t.packing == "none")
-    state_bytes = _TRAINED_BYTES * num_trained + _FROZEN_BYTES * num_frozen + sum(u.packed_bytes for u in layout.units)
-    if state_bytes > _STATE_SHARE * of_each * num_gpus:
-        return ""
-    return (
-        f"all {size_text(state_bytes)} of the job's weights, gradients and moments would fit in the "
-        f"{size_text(of_each * num_gpus)} that it may use of {num_gpus} GPUs: FSDP2, as in torchtitan, Axolotl or TRL, "
-        "keeps them there and is likely to be faster for this job"
-    )
 
 
 def _lanes(spec: JobSpec) -> int:

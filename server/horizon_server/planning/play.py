@@ -61,6 +61,41 @@ class Timeline:
         return self.step_s - self.compute_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class DriveWork:
+    """States on drives: seconds of reading and writing those of each unit, and how many units' are in memory at a
+    time."""
+
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    num_slots: int = 1
+
+
+@dataclass
+class _Drives:
+    """The queue of the drives, which read and write in turn. `ready` is when the states of the units that come next in
+    the optimizer's order are in memory."""
+
+    work: DriveWork
+    busy: float = 0.0
+    ready: deque[float] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.ready.extend([0.0] * self.work.num_slots)
+
+    def update(self, unit: int, start: float, seconds: float) -> float:
+        """When a unit's update is done that could begin at `start`. What is written behind it, and what is read into
+        its place, is in the queue then."""
+        if unit not in self.work.seconds:
+            return start + seconds
+        done = max(start, self.ready.popleft()) + seconds
+        self.busy = max(self.busy, done) + self.work.seconds[unit]
+        self.ready.append(self.busy)
+        return done
+
+
+NO_DRIVES = DriveWork()
+
+
 @dataclass
 class _Queues:
     """When each queue has done what was played so far, and each unit was updated; from one step to the next."""
@@ -68,24 +103,32 @@ class _Queues:
     now: float = 0.0
     optimizer: float = 0.0
     updated: dict[int, float] = field(default_factory=dict)
+    drives: _Drives = field(default_factory=lambda: _Drives(NO_DRIVES))
     landing: dict[Ring, deque[float]] = field(
         default_factory=lambda: {"layer": deque([0.0] * NUM_SLOTS), "edge": deque([0.0])}
     )
 
 
-def play(visits: Sequence[Visit], updates: Sequence[tuple[int, float]], *, updates_in_backward: bool) -> Timeline:
+def play(
+    visits: Sequence[Visit],
+    updates: Sequence[tuple[int, float]],
+    *,
+    updates_in_backward: bool,
+    drives: DriveWork = NO_DRIVES,
+) -> Timeline:
     """Play the visits of one step again and again, and return the last step. `updates` are (unit, seconds) in the order
-    of forward; a unit may come twice, and what is read first waits for the first."""
-    queues, timeline = _Queues(), Timeline()
+    of forward; a unit may come twice, and what is read first waits for the first. Updates wait for states that are on
+    `drives`."""
+    queues, timeline = _Queues(drives=_Drives(drives)), Timeline()
     in_backward: dict[int, float] = {}
     for unit, seconds in updates if updates_in_backward else ():
         in_backward[unit] = in_backward.get(unit, 0.0) + seconds
-    for _ in range(_NUM_PLAYED):
+    for _ in range(_NUM_PLAYED + bool(drives.seconds)):
         timeline = _play_step(visits, in_backward, queues)
         if not updates_in_backward:
             queues.updated.clear()
             for unit, seconds in updates:
-                queues.optimizer = max(queues.optimizer, queues.now) + seconds
+                queues.optimizer = queues.drives.update(unit, max(queues.optimizer, queues.now), seconds)
                 queues.updated.setdefault(unit, queues.optimizer)
     return timeline
 
@@ -116,7 +159,8 @@ def _play_step(visits: Sequence[Visit], in_backward: Mapping[int, float], queues
             landing_s = queues.landing[visit.ring].popleft() if updates else start
             d2h = max(d2h, compute, landing_s) + visit.download_s
             if updates:
-                queues.optimizer = queues.updated[visit.unit] = max(queues.optimizer, d2h) + in_backward[visit.unit]
+                begin_s, seconds = max(queues.optimizer, d2h), in_backward[visit.unit]
+                queues.optimizer = queues.updated[visit.unit] = queues.drives.update(visit.unit, begin_s, seconds)
                 queues.landing[visit.ring].append(queues.optimizer)
         if visit.gradient:
             gradients[visit.ring].append(d2h)

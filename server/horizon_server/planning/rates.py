@@ -56,6 +56,14 @@ class PeerRates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriveRates:
+    """What the drives of a node do together, reading alone and writing alone."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceRates:
     """The speed of one device and of the host that feeds it. `widths` is in ascending order and not empty.
 
@@ -89,6 +97,8 @@ class DeviceRates:
     submit_s: float = 0.0
     peers: PeerRates | None = None
     """Where there are several such devices."""
+    drives: DriveRates | None = None
+    """Of the node's drives, where a plan uses them."""
 
     def checked(self) -> DeviceRates:
         """Return these rates, which came from a file or another process. Raises ValueError: one is not above zero, or
@@ -99,7 +109,8 @@ class DeviceRates:
 
     def numbers(self) -> Iterator[float]:
         """Every rate, those of curves and widths included."""
-        for part in (self, *self.widths, *([] if self.peers is None else [self.peers])):
+        of_others = [part for part in (self.peers, self.drives) if part is not None]
+        for part in (self, *self.widths, *of_others):
             for name, value in vars(part).items():
                 if name.endswith("_per_s"):
                     # A curve without points is as wrong as a rate of zero.

@@ -14,6 +14,7 @@ from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.chunks import SUGGESTED_CHUNKS, why_no_chunks
 from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
 from horizon_server.planning.data_size import DataSize
+from horizon_server.planning.drives import NodeDrives, advice, drive_use, with_drives
 from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.ledger import LayerMemory, chunked_row_tokens, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
@@ -29,6 +30,7 @@ from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
 from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, ReferencePass, StepPrediction
 from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec, Span
+from horizon_server.store.drive_layout import DriveLayout
 from horizon_server.store.pages import MOST_PAGE_ELEMENTS
 from horizon_server.texts import size_text
 
@@ -56,6 +58,8 @@ class Case:
     """Where the data is prepared."""
     network_bytes_per_s: float | None = None
     """Between nodes, in each direction; None where it is not known."""
+    drives: NodeDrives | None = None
+    """Of the node; whether the job uses them is in its spec."""
 
     def ledger(self, execution: Execution) -> Ledger:
         """The memory that it takes."""
@@ -294,10 +298,21 @@ def _placed(case: Case, execution: Execution) -> Execution:
     need them."""
     if execution.parallel == "layers":
         return dataclasses.replace(execution, activation_placement="host", deals_lanes=False)
-    if case.ledger(execution).device_total_bytes <= execution.device_limit_bytes:
+    on_device = _on_drives(case, execution)
+    if case.ledger(on_device).device_total_bytes <= execution.device_limit_bytes:
+        return on_device
+    offloading = _on_drives(case, dataclasses.replace(execution, activation_placement="host"))
+    return offloading if case.fits(case.ledger(offloading), offloading) else on_device
+
+
+def _on_drives(case: Case, execution: Execution) -> Execution:
+    """Put states of layers on drives, where the job may and its host memory is not enough."""
+    if case.spec.memory.tier != "drive" or case.drives is None:
         return execution
-    offloading = dataclasses.replace(execution, activation_placement="host")
-    return offloading if case.fits(case.ledger(offloading), offloading) else execution
+    limit_bytes = case.host_limit_bytes
+    return with_drives(
+        case.folder, execution, case.drives, lambda other: case.ledger(other).host_total_bytes <= limit_bytes
+    )
 
 
 def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | None:
@@ -319,6 +334,10 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
     layout = case.folder.layout
     # Layers that run eagerly keep none.
     keeps_products = case.layer is None and case.compiles(execution) and not execution.chunk_tokens
+    # Several ranks update what is in memory that they share, and the gradients of calls add up there. The device has no
+    # kernel for compressed states, and those on drives have another home.
+    has_states = execution.num_ranks == 1 and not execution.adds_up
+    has_states &= not layout.is_compressed and not execution.drives.units
     return choose_residency(
         step_s,
         room_bytes=room_bytes,
@@ -327,9 +346,7 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
         weight_bytes=weight_bytes,
         layer_product_bytes=product_bytes(case.folder, case.spec.train.recipe, execution) if keeps_products else 0,
         is_packed=any(unit.packed_bytes for unit in layout.units) and not execution.expert_page_elements,
-        # Several ranks update what is in memory that they share, the gradients of calls add up there, and the device
-        # has no kernel for compressed states.
-        keeps_states=execution.num_ranks == 1 and not execution.adds_up and not layout.is_compressed,
+        keeps_states=has_states,
         # Of several ranks, each brings a part of the head, and rows come from those that own them.
         ends=possible_ends(layout) if execution.num_ranks == 1 else (),
     )
@@ -347,6 +364,8 @@ def _why_not(case: Case, execution: Execution, ledger: Ledger, others: Sequence[
         return f"{short}; it would fit with train.parallel: {others[0].execution.parallel}"
     if paged := _in_pages(case, execution):
         return f"{short}; {paged}"
+    if drives := _with_drives(case, execution):
+        return f"{short}; {drives}"
     store = sum(ledger.host_bytes[part] for part in ("weights", "moments", "gradients"))
     if store > limit_bytes:
         billions = case.folder.layout.num_parameters / 1e9
@@ -369,6 +388,19 @@ def _in_pages(case: Case, execution: Execution) -> str:
     predicted = case.prediction(paged)
     takes = "" if predicted is None else f", with a step of about {predicted.step_s:.3g} s"
     return f"it would fit with memory.experts: paged{takes}"
+
+
+def _with_drives(case: Case, execution: Execution) -> str:
+    """What to do where states on the node's drives make it fit; empty where they do not."""
+    if case.spec.memory.tier == "drive" or case.drives is None or execution.num_ranks > 1:
+        return ""
+    memory = case.spec.memory.model_copy(update={"tier": "drive"})
+    on_drives = dataclasses.replace(case, spec=case.spec.model_copy(update={"memory": memory}))
+    placed = _placed(on_drives, execution)
+    if not case.fits(case.ledger(placed), placed):
+        return ""
+    use = drive_use(DriveLayout(case.folder.layout, placed.drives), case.drives, case.num_steps)
+    return "" if use is None else advice(use, case.prediction(placed))
 
 
 def _smaller(case: Case, execution: Execution) -> str:

@@ -12,9 +12,18 @@ from horizon_server.planning.lora import left_out
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.records.execution import Execution
 from horizon_server.spec import LORA, JobSpec
+from horizon_server.store.layout import StoreLayout
+from horizon_server.texts import size_text
 
 # Whole models are trained at 1e-6 to 1e-4, adapters at 1e-4 to 1e-3, tiny models from nothing at up to 1e-2.
 _MOST_LEARNING_RATE = 0.02
+
+# Of a parameter in a trainer that keeps everything on its GPUs. Trained: the fp32 master and two fp32 moments, with a
+# bf16 weight and a bf16 gradient, or with an fp32 gradient. Frozen: the bf16 weight.
+_TRAINED_BYTES, _FROZEN_BYTES = 16, 2
+# Of each GPU's memory, up to which these count as fitting: activations, logits and the layers that are gathered take
+# the rest, by settings of the other trainer that this planner does not know.
+_STATE_SHARE = 0.7
 
 
 def spec_warnings(spec: JobSpec, found: ModelFolder, *, num_steps: int | None, estimated: bool) -> list[str]:
@@ -100,3 +109,21 @@ def _of_evaluations(spec: JobSpec, found: ModelFolder) -> Iterator[str]:
         yield f"{what}: no prompt leaves room for an answer, so none is asked; use a value well below {positions}"
     elif room < spec.train.sequence_length - 1:
         yield f"{what}: prompts of more than {room} tokens are left out; lower it where your prompts are longer"
+
+
+def keeping_everything(layout: StoreLayout, execution: Execution) -> str:
+    """Return the hint that a job's several GPUs have the memory for all that it streams to them; empty where they have
+    not."""
+    num_gpus, of_each = execution.num_ranks, execution.device_limit_bytes
+    if num_gpus == 1:
+        return ""
+    num_trained = layout.num_trained_parameters
+    num_frozen = sum(t.num_elements for _, t in layout.tensors() if not t.trained and t.packing == "none")
+    state_bytes = _TRAINED_BYTES * num_trained + _FROZEN_BYTES * num_frozen + sum(u.packed_bytes for u in layout.units)
+    if state_bytes > _STATE_SHARE * of_each * num_gpus:
+        return ""
+    return (
+        f"all {size_text(state_bytes)} of the job's weights, gradients and moments would fit in the "
+        f"{size_text(of_each * num_gpus)} that it may use of {num_gpus} GPUs: FSDP2, as in torchtitan, Axolotl or TRL, "
+        "keeps them there and is likely to be faster for this job"
+    )

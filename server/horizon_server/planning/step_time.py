@@ -14,7 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from horizon_server.planning.lane_tree import dealt
-from horizon_server.planning.play import Timeline, Visit, pass_length, play, play_by_layers, visits_of
+from horizon_server.planning.play import (
+    NO_DRIVES,
+    DriveWork,
+    Timeline,
+    Visit,
+    pass_length,
+    play,
+    play_by_layers,
+    visits_of,
+)
 from horizon_server.planning.rates import LOOPBACK_BYTES_PER_S, DeviceRates, rate_at
 from horizon_server.planning.step_work import StepWork
 from horizon_server.records.execution import NUM_SLOTS
@@ -41,6 +50,7 @@ class Seconds:
     visits: tuple[Visit, ...]
     """Of one rank, the slowest where they are uneven; where the ranks divide the layers, of all, each at speed 1."""
     updates: tuple[tuple[int, float], ...]
+    drives: DriveWork = NO_DRIVES
     layer_ranks: tuple[int, ...] = ()
     speeds: tuple[float, ...] = (1.0,)
     """Of the ranks that divide the layers."""
@@ -104,6 +114,7 @@ class Seconds:
             embedding=embedding,
             visits=visits,
             updates=updates,
+            drives=_drive_work(work, rates),
             layer_ranks=work.layer_ranks,
             speeds=tuple(speeds) if speeds and work.layer_ranks else (1.0,) * (max(work.layer_ranks, default=0) + 1),
             num_micro_batches=work.num_micro_batches,
@@ -123,7 +134,7 @@ class Seconds:
     def played(self, *, updates_in_backward: bool) -> Timeline:
         """The step, of devices of their own."""
         if not self.layer_ranks:
-            return play(self.visits, self.updates, updates_in_backward=updates_in_backward)
+            return play(self.visits, self.updates, updates_in_backward=updates_in_backward, drives=self.drives)
         return play_by_layers(
             self.visits,
             self.updates,
@@ -131,6 +142,20 @@ class Seconds:
             speeds=self.speeds,
             num_micro_batches=self.num_micro_batches,
         )
+
+    def drive_wait_s(self, *, updates_in_backward: bool) -> float:
+        """Where all queues run on the processors that compute: what a step is longer because drives, which run beside
+        them, are slower than what hides them."""
+        drive_s, whole_s = sum(self.drives.seconds.values()), sum(self.busy().values())
+        hidden_s, ahead_s = whole_s, 0.0
+        if not updates_in_backward and drive_s:
+            # What fits into memory is read ahead in backward; all else is between the first update and the head.
+            ahead_s = drive_s * min(1.0, self.drives.num_slots / len(self.drives.seconds))
+            forward_s = sum(
+                visit.upload_s + visit.compute_s + visit.download_s for visit in self.visits if not visit.gradient
+            )
+            hidden_s = forward_s + sum(seconds for _, seconds in self.updates)
+        return max(0.0, drive_s - ahead_s - hidden_s, drive_s - whole_s)
 
     def waiting_s(self) -> float:
         """Where ranks share the processors: what a step is longer because some wait for others meanwhile, for a layer
@@ -300,6 +325,16 @@ def _updates(work: StepWork, rates: DeviceRates) -> tuple[tuple[int, float], ...
     )
 
 
+def _drive_work(work: StepWork, rates: DeviceRates) -> DriveWork:
+    """What the drives do, where their speed is known. A drive that reads and writes at a time does each slower."""
+    if rates.drives is None:
+        return NO_DRIVES
+    each_s = 1 / rates.drives.read_bytes_per_s + 1 / rates.drives.write_bytes_per_s
+    return DriveWork(
+        seconds={unit: num_bytes * each_s for unit, num_bytes in work.drive_bytes}, num_slots=work.ring_slots
+    )
+
+
 def predict_step(
     work: StepWork,
     rates: DeviceRates,
@@ -319,11 +354,15 @@ def predict_step(
         "download": queues["d2h"],
         "adamw": queues["host memory"],
     }
+    if drive_s := sum(seconds.drives.seconds.values()):
+        parts["drive"] = drive_s
     # Python starts all work of a step before it waits, and holds up the thread that launches kernels meanwhile.
     own, hops = _own_layers(work, shares_processors=shares_processors), 5 if work.layer_ranks else 0
     submit_s = rates.submit_s * (20 * own + (2 * (own + 1) + hops * own) * work.num_micro_batches)
     if shares_processors:
         step_s, bound = sum(queues.values()) + seconds.waiting_s() + submit_s, max(queues, key=queues.__getitem__)
+        if waits_s := seconds.drive_wait_s(updates_in_backward=work.updates_in_backward):
+            step_s, bound = step_s + waits_s, "drive"
         parts |= {"ramp": 0.0, "tail": 0.0, "exposed": step_s - queues["compute"] - submit_s}
     else:
         played = seconds.played(updates_in_backward=work.updates_in_backward)
@@ -401,8 +440,9 @@ def _bound(seconds: Seconds, *, updates_in_backward: bool) -> Bound:
             for visit in seconds.visits
         ]
         updates = [(unit, 0.0 if queue == "host memory" else update_s) for unit, update_s in seconds.updates]
-        changed = replace(seconds, visits=tuple(visits), updates=tuple(updates))
+        drives = NO_DRIVES if queue == "drive" else seconds.drives
+        changed = replace(seconds, visits=tuple(visits), updates=tuple(updates), drives=drives)
         return changed.played(updates_in_backward=updates_in_backward).step_s
 
-    queues: tuple[Bound, ...] = ("compute", "h2d", "d2h", "host memory")
+    queues: tuple[Bound, ...] = ("compute", "h2d", "d2h", "host memory", "drive")
     return min(queues, key=without)

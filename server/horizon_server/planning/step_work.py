@@ -22,8 +22,9 @@ from horizon_server.planning.pages import PagesPlan
 from horizon_server.planning.residency import packed_units, resident_units, skips_projection, state_units
 from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
-from horizon_server.records.execution import DeviceKind, Execution
+from horizon_server.records.execution import RING_SLOTS, DeviceKind, Execution
 from horizon_server.store.adapters import adapted_sizes, scaled_sizes
+from horizon_server.store.drive_layout import state_bytes
 from horizon_server.store.layout import UnitLayout
 from horizon_server.store.ownership import Ownership
 
@@ -200,6 +201,10 @@ class StepWork:
     rows are computed in chunks."""
     head_hop_bytes: float = 0.0
     """Of it, what a rank's head reads."""
+    drive_bytes: tuple[tuple[int, int], ...] = ()
+    """Unit and bytes of the states that are read from drives and written to them."""
+    ring_slots: int = RING_SLOTS
+    """Units whose states are in memory on their way."""
     longest_share: float = 1.0
     """Tokens of the rank that has the most documents, in units of an equal part: the others wait for it."""
 
@@ -236,6 +241,10 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
         lanes=execution.lanes,
         hop_bytes=hop_bytes,
         head_hop_bytes=hop_bytes if on_host else hop_bytes / execution.num_ranks,
+        drive_bytes=tuple(
+            (unit, state_bytes(folder.layout, unit, execution.drives.planes)) for unit in execution.drives.units
+        ),
+        ring_slots=execution.drives.ring_slots,
         longest_share=sum(of_rank.lengths) * execution.num_ranks / recipe.tokens_per_step,
     )
 

@@ -81,6 +81,23 @@ class Residency:
 
 NOTHING_STAYS = Residency()
 
+RING_SLOTS = 3
+"""Layers whose states are in memory between drives and update: one is read, one updated, one written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDrives:
+    """What of the optimizer's state is on the node's drives: these `planes` of these units, which are layers. `folders`
+    has one folder for each drive."""
+
+    units: tuple[int, ...] = ()
+    planes: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    ring_slots: int = RING_SLOTS
+
+
+NOTHING_ON_DRIVES = OnDrives()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
@@ -138,6 +155,7 @@ class Execution:
     expert_page_elements: int = 0
     """Where the experts of a layer come in pages, the most elements of one (a single expert may have more); 0 where
     layers are whole. In fp32 the bits are those of whole layers whose experts are computed one by one."""
+    drives: OnDrives = NOTHING_ON_DRIVES
     num_weight_slots: int = NUM_SLOTS
     num_gradient_slots: int = NUM_SLOTS
     head_chunk_tokens: int | None = None

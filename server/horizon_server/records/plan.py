@@ -11,7 +11,7 @@ from typing import Literal
 from horizon_server.records.execution import Execution, Parallel, Residency
 from horizon_server.texts import size_text
 
-Bound = Literal["compute", "h2d", "d2h", "host memory", "network"]
+Bound = Literal["compute", "h2d", "d2h", "host memory", "drive", "network"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,41 @@ class SharedBase:
     num_bytes: int
     num_jobs: int = 0
     """Resident jobs that were on them when the plan was made, without this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriveUse:
+    """What of a job's states is on the node's drives: `num_bytes` on all of them together, which a step reads once and
+    writes once. `written_bytes` are the whole job's, where its steps are known; `endurance_bytes` is what the drives
+    are rated for, where that is known."""
+
+    num_layers: int
+    num_bytes: int
+    num_drives: int = 1
+    written_bytes: int | None = None
+    endurance_bytes: int | None = None
+
+    @property
+    def endurance_share(self) -> float | None:
+        """The part of that which the job writes."""
+        if self.written_bytes is None or not self.endurance_bytes:
+            return None
+        return self.written_bytes / self.endurance_bytes
+
+    def of_steps(self, num_steps: int) -> DriveUse:
+        """The same of a job with this number of steps."""
+        return dataclasses.replace(self, written_bytes=num_steps * self.num_bytes)
+
+    @property
+    def text(self) -> str:
+        """In one line, for people."""
+        layers = f"states of {self.num_layers} layer{'' if self.num_layers == 1 else 's'}"
+        text = f"{layers} ({size_text(self.num_bytes)}), written once a step"
+        if self.written_bytes is not None:
+            text += f", {size_text(self.written_bytes)} by the whole job"
+        if self.endurance_share is not None:
+            text += f", {self.endurance_share:.2%} of tier_endurance_bytes"
+        return text
 
 
 class HeldMemory:
@@ -171,6 +206,10 @@ class Plan(Ledger):
     """The others are frozen."""
     plane_bytes: dict[str, int] = field(default_factory=dict)
     """The sizes of the store's planes, which the daemon lends the worker."""
+    drives: DriveUse | None = None
+    """What of its states is on drives; None where everything is in memory."""
+    drive_file_bytes: tuple[int, ...] = ()
+    """The size of its file on each drive, in the order of the execution's folders."""
     base: SharedBase | None = None
     """The frozen weights that it shares with other jobs on the same base; None where it has none, or none to share."""
     device: str
@@ -289,7 +328,8 @@ class Plan(Ledger):
 
     def with_steps(self, num_steps: int, *, estimated: bool = False) -> Plan:
         """The plan of a job whose number of steps has become known."""
-        known = dataclasses.replace(self, num_steps=num_steps, steps_estimated=estimated)
+        drives = None if self.drives is None else self.drives.of_steps(num_steps)
+        known = dataclasses.replace(self, num_steps=num_steps, steps_estimated=estimated, drives=drives)
         if self.prediction is None:
             return known
         total_s = num_steps * self.prediction.step_s + self.references_s
@@ -313,6 +353,8 @@ class Plan(Ledger):
             planned += f" ({self.num_devices} of {self.device_range.least} to {self.device_range.most} devices)"
         if self.node_range is not None:
             planned += f" ({self.num_nodes} of {self.node_range.least} to {self.node_range.most} nodes)"
+        if self.drives is not None:
+            planned += f", on drives {self.drives.text}"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"

@@ -17,7 +17,7 @@ from horizon_server.spec.job import (
     parse_job_spec,
 )
 from horizon_server.spec.lora import ALL_LINEAR, BaseFormat, LoraSpec
-from horizon_server.spec.memory import MemorySpec
+from horizon_server.spec.memory import MemorySpec, MemoryTier
 from horizon_server.spec.objective import (
     METHODS,
     DpoSpec,
@@ -64,6 +64,7 @@ __all__ = [
     "LoraSpec",
     "LrGroup",
     "MemorySpec",
+    "MemoryTier",
     "Method",
     "OptimizerStates",
     "OrpoSpec",

@@ -306,6 +306,17 @@ class JobSpec(Section):
             raise WrongField("memory.experts", "is paged, and a session samples with whole layers; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _drives_are_for_one_device(self) -> JobSpec:
+        for field, span in (("gpus", self.gpus), ("nodes", self.nodes)):
+            if self.memory.tier == "drive" and span.most > 1:
+                raise WrongField(
+                    "memory.tier",
+                    f"is drive, {field} is {span.plain}, and states on drives are updated by one device; use {field}: "
+                    "1 or memory.tier: ram",
+                )
+        return self
+
     @field_validator("metadata")
     @classmethod
     def _short_notes(cls, given: dict[str, str]) -> dict[str, str]:

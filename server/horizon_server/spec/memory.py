@@ -8,10 +8,22 @@ from pydantic import Field
 
 from horizon_server.spec.fields import Section
 
+MemoryTier = Literal["ram", "drive"]
+
 
 class MemorySpec(Section):
     """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
 
+    tier: MemoryTier = Field(
+        default="ram",
+        description="ram: everything is in host memory. drive: the optimizer's states of as many layers as do not fit "
+        "there are on the node's drives (its setting tier_dirs; docs/drives.md). The result is the same.",
+    )
+    accept_wear: bool = Field(
+        default=False,
+        description="Let a job with tier drive write more than 5 % of what the node's drives are rated for (its "
+        "setting tier_endurance_bytes), or any number of bytes where that is not known.",
+    )
     experts: Literal["whole", "paged"] = Field(
         default="whole",
         description="How the experts of a mixture reach the device. whole: with their layer, so two layers and two "

@@ -162,7 +162,7 @@ def _segments(unit: UnitLayout, hyper: AdamWStep, stretch: slice, only: Set[str]
 
 
 def _views(store: HostStore, unit: UnitLayout, stretch: slice, planes: Sequence[str]) -> list[torch.Tensor]:
-    return [store.plane(plane)[store.layout.part_in(plane, unit, stretch)] for plane in planes]
+    return [store.part(unit.index, plane, stretch) for plane in planes]
 
 
 def _update_compressed(

@@ -414,14 +414,15 @@ def _pieces(
         with store.reading(name, stem):
             yield store.flat(name, stem).view(torch.uint8).numpy().data
         return
-    hi, low, plane = store.flat(name, "hi"), store.low(name), store.layout.find(name)[1].low
-    # What has no `lo` half is what it would be if all of that were 0.
-    lo = torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16) if low is None else low
-    # Of a weight halfway between two bfloat16 numbers.
-    tie = torch.iinfo(lo.dtype).min
+    hi, plane = store.flat(name, "hi"), store.layout.find(name)[1].low
     is_merged = dtype in ("F32", "F16")
     master = torch.empty(min(len(hi), _PIECE_ELEMENTS) if is_merged else 0, dtype=torch.float32)
     with store.reading(name, "hi"), nullcontext() if plane is None else store.reading(name, plane):
+        low = store.low(name)
+        # What has no `lo` half is what it would be if all of that were 0.
+        lo = torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16) if low is None else low
+        # Of a weight halfway between two bfloat16 numbers.
+        tie = torch.iinfo(lo.dtype).min
         for start in range(0, len(hi), _PIECE_ELEMENTS):
             part = slice(start, start + _PIECE_ELEMENTS)
             lo_part = lo[: len(hi[part])] if plane is None else lo[part]
@@ -511,11 +512,12 @@ def _restore_tensors(
             if is_converted:
                 written_planes += PLANES_OF[plane]
             elif plane in _DTYPE_OF_PLANE:
-                in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
                 written_planes.append(plane)
             with ExitStack() as written:
                 for name in written_planes:
                     written.enter_context(store.writing(tensor.name, name, reads=is_converted or stem == _ROUNDING))
+                if plane in _DTYPE_OF_PLANE and not is_converted:
+                    in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
                 for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
                     size = min(PIECE_BYTES, tensor.end - tensor.start - start)
                     piece = staging[:size] if in_place is None else in_place[start : start + size]

@@ -11,17 +11,21 @@ that.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
 from horizon_server.errors import InvalidModel
+from horizon_server.figures import DriveFigures
+from horizon_server.records.execution import NOTHING_ON_DRIVES, OnDrives
 from horizon_server.store import generations as generations_plane
 from horizon_server.store import native, packing, planes, reference
 from horizon_server.store.base_plane import BasePlane, can_be_shared, file_bytes, frozen_bytes
 from horizon_server.store.cpus import available_cpus
+from horizon_server.store.drive import DriveStates
+from horizon_server.store.drive_layout import DriveLayout, check_files
 from horizon_server.store.generations import Generations, KeptState
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
 
@@ -60,7 +64,7 @@ class HostStore:
 
     `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold
     zeros only. `generations` says which updates the units have. With a `base`, the frozen weights of its planes are in
-    a memory file that other jobs may map too.
+    a memory file that other jobs may map too. What is on `drives` of a plane is never touched in its memory file.
     """
 
     def __init__(
@@ -75,10 +79,17 @@ class HostStore:
         max_ranks: int = 1,
         place: PlacePlane | None = None,
         base: BasePlane | None = None,
+        drives: OnDrives = NOTHING_ON_DRIVES,
     ) -> None:
         """Map `fds`; use `allocate` or `attach`."""
         self.layout = layout
         self._base = base
+        self._drives: DriveStates | None = None
+        if drives.units:
+            # Updates in backward come to the last layer first.
+            order = drives.units if grad_dtype is not None else drives.units[::-1]
+            num_touching = num_threads or available_cpus()
+            self._drives = DriveStates(layout, drives, fds, order=order, num_threads=num_touching)
         self.grad_dtype = grad_dtype
         self.fds = dict(fds)
         self._owns_fds = owns_fds
@@ -127,17 +138,21 @@ class HostStore:
         max_ranks: int = 1,
         place: PlacePlane | None = None,
         base: BasePlane | None = None,
+        drives: OnDrives = NOTHING_ON_DRIVES,
     ) -> HostStore:
         """A store on memory files that another process created by `plane_sizes` and owns; contents stay as they are.
 
         Up to `max_ranks` processes may share it; this one is `rank`. `place` is given each plane before its memory is
-        touched, and may say where that is to be. `base` is mapped where the layout has frozen weights.
+        touched, and may say where that is to be. `base` is mapped where the layout has frozen weights. `drives` says
+        what is on the files of drives among the descriptors.
 
         Raises:
             ValueError: a plane's descriptor is missing.
             InvalidModel: a plane's file was not sized by this layout.
         """
         check_planes(layout, fds, grad_dtype)
+        if drives.units:
+            check_files(DriveLayout(layout, drives), fds)
         return cls(
             layout,
             fds,
@@ -148,11 +163,21 @@ class HostStore:
             max_ranks=max_ranks,
             place=place,
             base=base,
+            drives=drives,
         )
 
     def held(self, plane: str) -> Sequence[slice]:
         """What of a plane is in this store's memory."""
-        return [slice(0, self._planes[plane].numel())]
+        parts, start = [], 0
+        for unit in self.layout.units:
+            if self._is_on_drives(unit.index, plane):
+                offset = self._offset(unit, plane)
+                parts.append(slice(start, offset))
+                start = offset + unit.elements_in(plane)
+        return [part for part in (*parts, slice(start, self._planes[plane].numel())) if part.start < part.stop]
+
+    def _is_on_drives(self, index: int, plane: str) -> bool:
+        return self._drives is not None and self._drives.holds(index, plane)
 
     def _own(self, plane: str) -> Sequence[slice]:
         """What of that is this job's alone."""
@@ -174,17 +199,51 @@ class HostStore:
         return nullcontext(True) if self._base is None else self._base.loading(model)
 
     def reading(self, name: str, plane: str) -> AbstractContextManager[None]:
-        """Have all of a parameter in a plane within the block, where the store holds only a part of it."""
-        return nullcontext()
+        """Have all of a parameter in a plane within the block, where the store holds only a part of it, or it is on
+        drives. Views of it are of use within the block alone."""
+        return self._opened(name, plane, writes=False)
 
     def writing(self, name: str, plane: str, *, reads: bool = False) -> AbstractContextManager[None]:
         """Write a parameter in a plane within the block, all of it; with `reads`, change what is there. At the end of
-        the block it is where it belongs."""
+        the block it is where it belongs, or will be after `flush`. Views of it are of use within the block alone."""
+        return self._opened(name, plane, writes=True)
+
+    def _opened(self, name: str, plane: str, *, writes: bool) -> AbstractContextManager[None]:
+        index = self.layout.find(name)[0].index
+        if self._drives is not None and self._drives.holds(index, plane):
+            return self._drives.opened(index, plane, writes=writes)
         return nullcontext()
+
+    @contextmanager
+    def updating(self, index: int, done: Callable[[], None]) -> Iterator[None]:
+        """Have all of a unit's planes within the block, to update it; `done` is called when the result is where it
+        belongs: at the end of the block, or later by a thread that writes to drives. Raises DriveFailed."""
+        if self._drives is not None and index in self._drives.units:
+            with self._drives.updating(index, done):
+                yield
+            return
+        yield
+        done()
+
+    def read_ahead(self) -> None:
+        """Begin to read what the next updates take from drives. Raises DriveFailed: a drive has failed meanwhile."""
+        if self._drives is not None:
+            self._drives.read_ahead()
+
+    def flush(self) -> None:
+        """Block until what belongs on drives is there. Raises DriveFailed."""
+        if self._drives is not None:
+            self._drives.flush()
+
+    def take_traffic(self) -> tuple[DriveFigures, ...]:
+        """What each drive has read and written since the last call; empty where nothing is on drives."""
+        return () if self._drives is None else self._drives.take_traffic()
 
     def start_loading(self) -> None:
         """Other weights are to be loaded: what was kept with those that are there is forgotten."""
         self.generations.reset()
+        if self._drives is not None:
+            self._drives.forget()
 
     def find_kept(self) -> KeptState | str:
         """The state of the weights in memory, or why there is none."""
@@ -193,12 +252,16 @@ class HostStore:
         return self.generations.find()
 
     def start_training(self, num_ranks: int) -> None:
-        """The weights are there: from now on, this many ranks update them."""
+        """The weights are there: from now on, this many ranks update them. Raises DriveFailed."""
+        self.flush()
         self.generations.share(num_ranks)
 
     def zero(self, names: Sequence[str]) -> list[torch.Tensor]:
         """What the caller has to fill with zeros, so that these planes are zero: nothing of a plane that was never
-        written, or that the layout has no use for."""
+        written, or that the layout has no use for. What is on drives is zero then."""
+        if self._drives is not None:
+            for name in names:
+                self._drives.forget(name)
         written = [name for name in names if name in self._planes and name not in self.blank]
         return [self.plane(name)[part] for name in written for part in self._own(name)]
 
@@ -212,15 +275,22 @@ class HostStore:
     def unit(self, index: int, plane: str) -> torch.Tensor:
         """One unit's block of a plane, with its padding. Shapes: [unit.elements_in(plane)]."""
         unit = self.layout.units[index]
+        if self._drives is not None and self._drives.holds(index, plane):
+            return self._drives.view(index, plane, self._planes[plane].dtype)
         return self.plane(plane).narrow(0, self._offset(unit, plane), unit.elements_in(plane))
 
     def flat(self, name: str, plane: str) -> torch.Tensor:
         """One parameter in a plane that holds it. Shapes: [parameter.num_elements], of `scales` two for each group."""
         unit, place = self.layout.find(name)
-        part = self.layout.part_in(plane, unit, slice(place.offset, place.offset + place.num_elements))
-        assert part.start >= 0, _NO_ROOM
-        assert part.start < part.stop or not place.num_elements, f"{plane} does not hold {name}"
-        return self.plane(plane)[part]
+        part = self.part(unit.index, plane, slice(place.offset, place.offset + place.num_elements))
+        assert len(part) or not place.num_elements, f"{plane} does not hold {name}"
+        return part
+
+    def part(self, index: int, plane: str, elements: slice) -> torch.Tensor:
+        """What a plane holds of these elements of a unit, see `StoreLayout.part_in`. Shapes: [what that is]."""
+        unit = self.layout.units[index]
+        start, found = self._offset(unit, plane), self.layout.part_in(plane, unit, elements)
+        return self.unit(index, plane)[found.start - start : found.stop - start]
 
     def low(self, name: str) -> torch.Tensor | None:
         """What a parameter's master has beside `hi`, int16 or int8; None where that is nothing. Shapes: as `flat`."""
@@ -319,7 +389,7 @@ class HostStore:
         """Bytes of host memory by component: weights, moments, gradients, and under adapters the base."""
         totals = {"weights": 0, "moments": 0, "gradients": 0}
         for name, plane in self._planes.items():
-            totals[_COMPONENTS[name]] += plane.nbytes
+            totals[_COMPONENTS[name]] += sum(plane[part].nbytes for part in self.held(name))
         if can_be_shared(self.layout):
             totals["base"] = file_bytes(self.layout)
             totals["weights"] -= frozen_bytes(self.layout)
@@ -327,6 +397,9 @@ class HostStore:
 
     def close(self) -> None:
         """Let go of the planes. Memory is unmapped when its last view is gone; owned descriptors are closed now."""
+        if self._drives is not None:
+            self._drives.close()
+            self._drives = None
         self._planes.clear()
         self._base = None
         if self._owns_fds:

@@ -145,9 +145,10 @@ def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
     Each tensor has random numbers of its own, so they depend neither on threads nor on which other adapters there are.
     """
     norms = None if place.norm_dim is None else _norms(store, place.adapts, place.norm_dim)
-    hi, lo = store.flat(place.name, "hi"), store.low(place.name)
-    assert lo is not None and place.low is not None, "what is trained has both halves"
-    with store.writing(place.name, "hi"), store.writing(place.name, place.low):
+    plane = place.low
+    assert plane is not None, "what is trained has both halves"
+    with store.writing(place.name, "hi"), store.writing(place.name, plane):
+        hi, lo = store.flat(place.name, "hi"), store.flat(place.name, plane)
         if norms is not None:
             split_master(norms, hi, lo)
         elif place.name.endswith(LORA_B):

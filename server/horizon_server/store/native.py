@@ -18,7 +18,9 @@ KERNEL_FOLDER = Path(__file__).parent / "kernels"
 SOURCE_FILE = "adamw.cpp"
 ATTENTION_SOURCE_FILE = "attention.cpp"
 """Its C ABI is that of engine.attention.host_kernel."""
-SOURCE_FILES = (SOURCE_FILE, ATTENTION_SOURCE_FILE)
+CHECKSUM_SOURCE_FILE = "checksum.cpp"
+"""Its C ABI is that of store.checksum."""
+SOURCE_FILES = (SOURCE_FILE, ATTENTION_SOURCE_FILE, CHECKSUM_SOURCE_FILE)
 
 _HOW_TO_BUILD = "install g++ and reinstall horizon-train, or run `python tools/build_kernels.py` in a source tree"
 

@@ -26,6 +26,7 @@ from prometheus_client import (
 from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone, kind_of
 from horizon_server.figures import (
     CollectiveFigures,
+    DriveFigures,
     EvalSetFigures,
     Metric,
     QueueFigures,
@@ -57,6 +58,7 @@ _SHOWN = {
         TransferFigures,
         CollectiveFigures,
         RankFigures,
+        DriveFigures,
         StepDone,
         EvalSetFigures,
         EvalDone,
@@ -134,6 +136,7 @@ class Metrics:
             self._series("horizon_gpu_seconds_total", project=project, user=job.owner).inc(gpu_s)
         if isinstance(payload, StepDone):
             self._count_ranks(job, payload, {"job_id": job.job_id} if shown else {})
+            self._count_drives(job, payload)
         if shown and isinstance(payload, StepDone):
             self._show_step(job, payload)
         if shown and (last := LAST_TIMES.get(kind_of(payload))):
@@ -411,6 +414,13 @@ class Metrics:
             self._take(figures, {**own, "rank": str(rank)})
             for collective in figures.collectives:
                 self._take(collective, {"device": device, "kind": collective.kind, "path": figures.path})
+
+    def _count_drives(self, job: JobRecord, step: StepDone) -> None:
+        """Count what a job did with the drives."""
+        # The label's values are the plan's, whatever the worker reports.
+        folders = () if job.plan is None else job.plan.execution.drives.folders
+        for folder, figures in zip(folders, step.drives, strict=False):
+            self._take(figures, {"drive": folder})
 
     def _show_sets(self, job: JobRecord, done: EvalDone) -> None:
         for figures in done.sets:

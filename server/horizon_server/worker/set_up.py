@@ -217,6 +217,7 @@ def attached_store(
         max_ranks=execution.lanes,
         place=place,
         base=base,
+        drives=execution.drives,
     )
 
 

@@ -36,14 +36,14 @@ from horizon_server.api.grpc.convert import attribute_of, from_message, to_messa
 from horizon_server.api.http.bodies import NOT_IN_REST, body_of, public_name
 from horizon_server.api.sharing import AllowanceUse, QueueEntry, QuotaLimit
 from horizon_server.datasets.preview import PreviewRow, PreviewSpan
-from horizon_server.figures import EvalSetFigures, TransferFigures
+from horizon_server.figures import DriveFigures, EvalSetFigures, TransferFigures
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.account import Principal, Project, ProjectMember, Token
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, DatasetRecord, ModelRecord
 from horizon_server.records.execution import Residency
 from horizon_server.records.housekeeping import Deletion
 from horizon_server.records.job import CheckpointRecord, JobRecord
-from horizon_server.records.plan import DeviceRange, Plan, StepPrediction
+from horizon_server.records.plan import DeviceRange, DriveUse, Plan, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook, ShareUse, Usage
 from horizon_server.records.times import is_time
 from horizon_server.records.webhook import Delivery, Webhook
@@ -61,6 +61,7 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     Deletion: housekeeping_pb2.Deletion,
     DeviceRange: job_pb2.DeviceRange,
     DeviceStatus: node_pb2.DeviceStatus,
+    DriveUse: job_pb2.DriveUse,
     FurtherNode: node_pb2.FurtherNode,
     Plan: job_pb2.MemoryPlan,
     JobRecord: job_pb2.Job,
@@ -92,11 +93,13 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     events.StateChanged: job_pb2.StateEvent,
     events.StepDone: job_pb2.StepEvent,
     TransferFigures: job_pb2.TransferFigures,
+    DriveFigures: job_pb2.DriveFigures,
 }
 NOT_ON_THE_WIRE: dict[type[Any], dict[str, str]] = {
     Plan: {
         "execution": "what people look at is sent by itself: limit of the device, dtype, what stays on the device",
         "plane_bytes": "how the planned memory is divided among the store's files",
+        "drive_file_bytes": "how the planned bytes on drives are divided among them",
     },
     JobRecord: {
         "model_id": "may be a folder of the node, whose path is private; the spec names the model",
@@ -119,6 +122,7 @@ RESOURCES: dict[type[Any], type[Any]] = {
     DatasetRecord: resources.Dataset,
     Deletion: resources.Deletion,
     DeviceRange: resources.DeviceRange,
+    DriveUse: resources.DriveUse,
     DeviceStatus: resources.DeviceStatus,
     FurtherNode: resources.FurtherNode,
     Plan: resources.MemoryPlan,
@@ -150,6 +154,7 @@ RESOURCES: dict[type[Any], type[Any]] = {
     events.StateChanged: resources.StateEvent,
     events.StepDone: resources.StepEvent,
     TransferFigures: resources.TransferFigures,
+    DriveFigures: resources.DriveFigures,
 }
 IN_REST = (
     AllowanceUse,

@@ -31,7 +31,7 @@ from horizon_server.records.account import Project
 from horizon_server.records.blob import DatasetRecord, ModelRecord
 from horizon_server.records.boxes import Place
 from horizon_server.records.job import CheckpointRecord, JobRecord, LogPart
-from horizon_server.records.plan import Plan
+from horizon_server.records.plan import DriveUse, Plan
 from horizon_server.records.sharing import Usage
 from horizon_server.records.times import is_time, time_name
 from horizon_server.services.node import NodeStatus
@@ -43,6 +43,7 @@ COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
         *("host_total_bytes", "device_total_bytes", "device_limit_bytes", "compute_dtype", "kept", "fits"),
         *("num_devices", "num_nodes", "lanes", "parallel"),
     ),
+    DriveUse: ("endurance_share",),
     CheckpointRecord: ("size_bytes",),
     DatasetRecord: ("state", "size_bytes", "data_kind"),
     ModelRecord: ("state", "size_bytes"),
@@ -59,6 +60,7 @@ NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = {
     Plan: {
         "execution": "what people look at is shown by itself: limit of the device, dtype, what stays on the device",
         "plane_bytes": "how the planned memory is divided among the store's files",
+        "drive_file_bytes": "how the planned bytes on drives are divided among them",
     },
     DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
     ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},

@@ -1,0 +1,144 @@
+"""Which layers' states a job has on the node's drives, what that costs, and which drives there are. Loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from horizon_server.errors import InvalidSpec
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.rates import DriveRates
+from horizon_server.records.execution import Execution, OnDrives
+from horizon_server.records.plan import DriveUse, StepPrediction
+from horizon_server.settings import Settings
+from horizon_server.spec import JobSpec
+from horizon_server.store.adapters import MAGNITUDE
+from horizon_server.store.drive_files import DriveSpeed, measure
+from horizon_server.store.drive_layout import DriveLayout, driven_planes
+
+log = structlog.get_logger(__name__)
+
+ACCEPTED_SHARE = 0.05
+"""Of what the drives are rated for: a job that writes more must say that it may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeDrives:
+    """The drives of a node that jobs may have states on, and what they may be written in their life, all of them
+    together; None where that is not known."""
+
+    folders: tuple[str, ...]
+    rates: DriveRates
+    endurance_bytes: int | None = None
+
+
+def find_drives(settings: Settings) -> NodeDrives | None:
+    """Measure the drives of `tier_dirs`, and name those that cannot be used; None where no drive can. Blocking."""
+    found = [measure(Path(folder)) for folder in settings.tier_dirs]
+    for speed in found:
+        if speed.problem:
+            log.warning("a folder of tier_dirs cannot be used", folder=speed.folder, why=speed.problem)
+    return drives_of(found, settings.tier_endurance_bytes)
+
+
+def drives_of(found: Sequence[DriveSpeed], endurance_bytes: int | None) -> NodeDrives | None:
+    """Those that can be used, as one: pieces go round them in turn, so that each does what the slowest does."""
+    usable = [speed for speed in found if not speed.problem]
+    if not usable:
+        return None
+    rates = DriveRates(
+        read_bytes_per_s=len(usable) * min(speed.read_bytes_per_s for speed in usable),
+        write_bytes_per_s=len(usable) * min(speed.write_bytes_per_s for speed in usable),
+    )
+    return NodeDrives(folders=tuple(speed.folder for speed in usable), rates=rates, endurance_bytes=endurance_bytes)
+
+
+def check_drives(spec: JobSpec, drives: NodeDrives | None) -> None:
+    """Raises InvalidSpec where a job wants drives and the node has none."""
+    if spec.memory.tier == "drive" and drives is None:
+        raise InvalidSpec.of(
+            "memory.tier",
+            "memory.tier is drive, and this node has no drive for it; ask an admin to set tier_dirs (horizond doctor "
+            "says what is wrong with a folder), or use memory.tier: ram",
+        )
+
+
+def with_drives(
+    folder: ModelFolder, execution: Execution, drives: NodeDrives, fits: Callable[[Execution], bool]
+) -> Execution:
+    """The same with the states of as few layers on drives as make it fit; of all layers where nothing does."""
+    units = [unit.index for unit in folder.layout.units if unit.kind == "layer" and unit.trained_elements]
+    planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution))
+
+    def with_layers(number: int) -> Execution:
+        # Evenly spread, so that the optimizer never waits for many of them in a row.
+        chosen = tuple(
+            unit
+            for place, unit in enumerate(units)
+            if (place + 1) * number // len(units) > place * number // len(units)
+        )
+        on = OnDrives(units=chosen, planes=planes, folders=drives.folders)
+        return dataclasses.replace(execution, drives=on)
+
+    if not units or fits(execution):
+        return execution
+    few, many = 0, len(units)
+    if not fits(with_layers(many)):
+        return with_layers(many)
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if fits(with_layers(middle)) else (middle, many)
+    return with_layers(many)
+
+
+def drive_use(layout: DriveLayout, drives: NodeDrives | None, num_steps: int | None) -> DriveUse | None:
+    """What a job on drives costs them; None where it has nothing there."""
+    if not layout.on.units:
+        return None
+    use = DriveUse(
+        num_layers=len(layout.on.units),
+        num_bytes=layout.num_bytes,
+        num_drives=len(layout.on.folders),
+        endurance_bytes=None if drives is None else drives.endurance_bytes,
+    )
+    return use if num_steps is None else use.of_steps(num_steps)
+
+
+def check_wear(spec: JobSpec, use: DriveUse | None, drives: NodeDrives | None) -> None:
+    """Raises InvalidSpec where a job writes much of what the drives are rated for, and does not say that it may."""
+    if use is None or drives is None or spec.memory.accept_wear:
+        return
+    if drives.endurance_bytes is None:
+        problem = "what the node's drives are rated for is not known (tier_endurance_bytes is not set)"
+    elif use.endurance_share is not None and use.endurance_share > ACCEPTED_SHARE:
+        problem = f"that is more than {ACCEPTED_SHARE:.0%}"
+    else:
+        return
+    raise InvalidSpec.of(
+        "memory.accept_wear",
+        f"the job has on drives the {use.text}; {problem}: say memory.accept_wear: true if it may wear them",
+    )
+
+
+def advice(use: DriveUse, prediction: StepPrediction | None) -> str:
+    """That a job would fit with drives, with what that costs."""
+    step = "" if prediction is None else f", {prediction.step_s:,.3g} s a step"
+    return f"it would fit with memory.tier: drive ({use.text}{step})"
+
+
+def _leaves_lo_alone(folder: ModelFolder, execution: Execution) -> bool:
+    """Whether nothing is computed with the low halves of the weights of layers, and they are this job's alone."""
+    if execution.compute_dtype == "float32":
+        return False
+    names = re.compile("|".join([*folder.shape.kept_in_fp32, re.escape(MAGNITUDE)]))
+    layers = [unit for unit in folder.layout.units if unit.kind == "layer"]
+    return all(
+        tensor.trained and not tensor.adapts and names.search(tensor.name) is None
+        for unit in layers
+        for tensor in unit.tensors
+    )

@@ -1,0 +1,366 @@
+"""States of layers that are on drives: read ahead into a ring of memory, updated there, and written behind.
+
+A block is what one plane has of one unit (`drive_layout`). The ring has as many slots for each plane, and a block is in
+one of them while it is read, used or written. The optimizer takes the blocks of a unit in its own order; blocks that
+come next in that order are read meanwhile, as far as slots are free. Checkpoints, loading and everything else open
+blocks one by one, through the same slots.
+
+Files hold nothing of their own: each piece's checksum is in a memory file next to the weights that the files belong to,
+and is compared when the piece is read. So what is torn, lost, stale or in another place is found, whatever the drive
+says. 0 there means that the piece was never written: it is zero, and not read.
+
+A unit counts as updated once it is written: a worker that is killed earlier leaves weights of no generation, as in the
+middle of any update.
+
+Thread: any. One lock guards what is known of the slots; reading, writing and checksums run on four threads a drive.
+Source: ZeRO-Infinity (arXiv 2104.07857) for states on drives behind a ring of buffers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from horizon_server import progress
+from horizon_server.errors import DriveFailed, os_problem
+from horizon_server.figures import DriveFigures
+from horizon_server.records.execution import OnDrives
+from horizon_server.store import planes
+from horizon_server.store.checksum import checksum
+from horizon_server.store.drive_files import THREADS_PER_DRIVE
+from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout, Piece, file_name
+from horizon_server.store.layout import StoreLayout
+
+SILENCE_S = 120.0
+"""A drive that does not finish one piece in this time has failed."""
+_POLL_S = 1.0
+_ADVICE = "replace the drive or take it out of tier_dirs, then resume the job from its checkpoint"
+_NOTHING = -1
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory for one block of a plane. `pending` are pieces on their way; `is_changed`: the drive has older data."""
+
+    plane: str
+    memory: mmap.mmap
+    unit: int = _NOTHING
+    num_users: int = 0
+    pending: int = 0
+    is_changed: bool = False
+    is_written: bool = False
+    """Whether the pieces on their way go to the drive."""
+    used_at: int = 0
+    after: list[Callable[[], None]] = field(default_factory=list)
+    """What to do once it is written."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another block may take its place."""
+        return not (self.num_users or self.pending or self.is_changed)
+
+
+class DriveStates:
+    """The blocks of one store that are on drives. Closed once."""
+
+    def __init__(
+        self, layout: StoreLayout, on: OnDrives, fds: Mapping[str, int], *, order: Sequence[int], num_threads: int
+    ) -> None:
+        """`order` is that in which units are updated. `fds` are the files of `drive_layout.file_name` and the memory
+        file `INDEX_PLANE`; all stay the caller's."""
+        self._layout, self._on = DriveLayout(layout, on), on
+        self._files = [fds[file_name(number)] for number in range(len(on.folders))]
+        index = mmap.mmap(fds[INDEX_PLANE], self._layout.index_bytes)
+        # The view keeps the mapping.
+        self._checksums = memoryview(index).cast("Q")
+        self._held = frozenset(block for block, pieces in self._layout.blocks.items() if pieces)
+        self._slots = {
+            plane: [_Slot(plane, planes.map_anonymous(self._layout.slot_bytes(plane))) for _ in range(on.ring_slots)]
+            for plane in on.planes
+        }
+        for slot in self._all_slots():
+            planes.touch(slot.memory, num_threads=num_threads)
+        self._pools = [
+            ThreadPoolExecutor(max_workers=THREADS_PER_DRIVE, thread_name_prefix=file_name(number))
+            for number in range(len(on.folders))
+        ]
+        self._changed = threading.Condition()
+        self._failure: DriveFailed | None = None
+        self._last_progress_s = time.monotonic()
+        self._clock = 0
+        self._order, self._next = order, 0
+        self._is_closed = False
+        self._read, self._written = Counter[int](), Counter[int]()
+
+    @property
+    def units(self) -> Sequence[int]:
+        """Those of which planes are on drives."""
+        return self._on.units
+
+    def holds(self, unit: int, plane: str) -> bool:
+        """Whether a plane of a unit is on drives."""
+        return (unit, plane) in self._held
+
+    def view(self, unit: int, plane: str, dtype: torch.dtype) -> torch.Tensor:
+        """The block of a unit that is open. Shapes: [elements of the unit in the plane]."""
+        with self._changed:
+            slot = self._slot_of(unit, plane)
+            assert slot is not None and slot.num_users and not slot.pending, f"{plane} of unit {unit} is not open"
+        count = self._layout.store.units[unit].elements_in(plane)
+        return torch.frombuffer(slot.memory, dtype=dtype, count=count)
+
+    @contextmanager
+    def opened(self, unit: int, plane: str, *, writes: bool) -> Iterator[None]:
+        """Have a block in memory within the block; what is written to it is on the drive after the next `flush`.
+
+        Raises:
+            DriveFailed: a drive cannot be read or written, or its data is not what was written to it.
+        """
+        slot = self._open(unit, plane)
+        try:
+            yield
+        finally:
+            with self._changed:
+                slot.is_changed |= writes
+                self._leave(slot)
+
+    @contextmanager
+    def updating(self, unit: int, done: Callable[[], None]) -> Iterator[None]:
+        """Have all blocks of a unit in memory within the block, and write them behind it; `done` is called when they
+        are on the drives. Raises as `opened`."""
+        slots: list[_Slot] = []
+        try:
+            # One by one, so that those before one that fails are given back.
+            slots.extend(self._open(unit, plane) for plane in self._on.planes if self.holds(unit, plane))
+            yield
+        except BaseException:
+            with self._changed:
+                for slot in slots:
+                    self._leave(slot)
+            raise
+        left = len(slots)
+
+        def written() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                done()
+
+        with self._changed:
+            for slot in slots:
+                slot.is_changed = True
+                slot.after.append(written)
+                self._leave(slot)
+                self._write(slot)
+            self._next = (self._order.index(unit) + 1) % len(self._order)
+            self._read_ahead()
+
+    def read_ahead(self) -> None:
+        """Begin to read what the optimizer takes next, as far as there is room. Raises DriveFailed: a drive has failed
+        meanwhile."""
+        with self._changed:
+            self._raise_failure()
+            self._read_ahead()
+
+    def forget(self, plane: str | None = None) -> None:
+        """All of a plane, or of all of them, is zero from now on. Nothing is open."""
+        self.flush(is_kept=False)
+        with self._changed:
+            for (_, of), pieces in self._layout.blocks.items():
+                for piece in pieces if plane in (None, of) else ():
+                    self._checksums[piece.number] = 0
+            for slot in self._all_slots():
+                if plane in (None, slot.plane):
+                    assert not slot.num_users, "nothing is open"
+                    slot.unit, slot.is_changed = _NOTHING, False
+
+    def flush(self, *, is_kept: bool = True) -> None:
+        """Wait until all that was written is on the drives; without `is_kept`, until no piece is on its way.
+
+        Raises as `opened`.
+        """
+        with self._changed:
+            while True:
+                if is_kept:
+                    self._raise_failure()
+                    for slot in self._all_slots():
+                        if slot.is_changed and not slot.num_users and not slot.pending:
+                            self._write(slot)
+                if not any(slot.pending for slot in self._all_slots()):
+                    return
+                self._wait()
+
+    def take_traffic(self) -> tuple[DriveFigures, ...]:
+        """What each drive has read and written since the last call."""
+        with self._changed:
+            found = tuple(
+                DriveFigures(read_bytes=self._read[number], written_bytes=self._written[number])
+                for number in range(len(self._files))
+            )
+            self._read.clear()
+            self._written.clear()
+        return found
+
+    def close(self) -> None:
+        """Wait for what is on its way. What was written and not flushed is lost, as what is in memory."""
+        with self._changed:
+            self._is_closed = True
+        for pool in self._pools:
+            pool.shutdown(wait=True)
+
+    def _all_slots(self) -> Iterator[_Slot]:
+        return (slot for of_plane in self._slots.values() for slot in of_plane)
+
+    def _slot_of(self, unit: int, plane: str) -> _Slot | None:
+        return next((slot for slot in self._slots[plane] if slot.unit == unit), None)
+
+    def _open(self, unit: int, plane: str) -> _Slot:
+        with self._changed:
+            while True:
+                self._raise_failure()
+                slot = self._slot_of(unit, plane)
+                if slot is None:
+                    slot = self._room(unit, plane)
+                if slot is not None and not slot.pending:
+                    slot.num_users += 1
+                    self._clock += 1
+                    slot.used_at = self._clock
+                    return slot
+                self._wait()
+
+    def _room(self, unit: int, plane: str) -> _Slot | None:
+        """A slot that a block is being read into now; None where all are in use. The lock is held."""
+        free = [slot for slot in self._slots[plane] if slot.is_free]
+        if free:
+            # What was read ahead is the last to go, and of that what is wanted last.
+            distance = {unit: (place - self._next) % len(self._order) for place, unit in enumerate(self._order)}
+            slot = max(free, key=lambda slot: (slot.unit == _NOTHING, distance.get(slot.unit, len(self._order))))
+            self._read_into(slot, unit)
+            return slot
+        for slot in self._slots[plane]:
+            if slot.is_changed and not slot.num_users and not slot.pending:
+                self._write(slot)
+        return None
+
+    def _leave(self, slot: _Slot) -> None:
+        slot.num_users -= 1
+        self._changed.notify_all()
+
+    def _read_ahead(self) -> None:
+        """The lock is held."""
+        if self._failure is not None or self._is_closed:
+            return
+        order = self._order
+        coming = [order[(self._next + ahead) % len(order)] for ahead in range(min(self._on.ring_slots, len(order)))]
+        for place, unit in enumerate(coming):
+            for plane in self._on.planes:
+                if not self.holds(unit, plane) or self._slot_of(unit, plane) is not None:
+                    continue
+                # Never in the place of what is wanted before it.
+                free = [slot for slot in self._slots[plane] if slot.is_free and slot.unit not in coming[:place]]
+                if free:
+                    self._read_into(min(free, key=lambda slot: slot.used_at), unit)
+
+    def _read_into(self, slot: _Slot, unit: int) -> None:
+        slot.unit = unit
+        self._start(slot, is_written=False)
+
+    def _write(self, slot: _Slot) -> None:
+        self._start(slot, is_written=True)
+
+    def _start(self, slot: _Slot, *, is_written: bool) -> None:
+        pieces = self._layout.blocks[slot.unit, slot.plane]
+        slot.pending, slot.is_written = len(pieces), is_written
+        self._last_progress_s = time.monotonic()
+        for piece in pieces:
+            self._pools[piece.drive].submit(partial(self._move, slot, piece, is_written=is_written))
+
+    def _move(self, slot: _Slot, piece: Piece, *, is_written: bool) -> None:
+        """One piece, on a thread of its drive."""
+        failure, num_moved = None, 0
+        try:
+            with memoryview(slot.memory)[piece.start : piece.start + piece.num_bytes] as memory:
+                if is_written:
+                    self._checksums[piece.number] = checksum(memory, place=piece.number)
+                    num_moved = _all_of(os.pwritev, self._files[piece.drive], memory, piece.offset)
+                elif expected := self._checksums[piece.number]:
+                    num_moved = _all_of(os.preadv, self._files[piece.drive], memory, piece.offset)
+                    if checksum(memory, place=piece.number) != expected:
+                        failure = DriveFailed(
+                            f"the drive of {self._folder(piece)} (tier_dirs) returned other data than was written to "
+                            f"it: {slot.plane} of unit {slot.unit}; {_ADVICE}"
+                        )
+                else:
+                    memory[:] = bytes(piece.num_bytes)
+        except OSError as error:
+            failure = DriveFailed(
+                f"the drive of {self._folder(piece)} (tier_dirs) failed: {os_problem(error)}; {_ADVICE}"
+            )
+        except Exception as error:  # noqa: BLE001 - whoever waits for the piece must hear of it
+            failure = DriveFailed(f"states on the drive of {self._folder(piece)} were not moved: {error!r}")
+        progress.advance()
+        with self._changed:
+            (self._written if is_written else self._read)[piece.drive] += num_moved
+            self._failure = self._failure or failure
+            self._last_progress_s = time.monotonic()
+            slot.pending -= 1
+            if not slot.pending:
+                self._arrived(slot)
+            self._changed.notify_all()
+
+    def _arrived(self, slot: _Slot) -> None:
+        """All pieces of a block are there. The lock is held."""
+        if self._failure is not None:
+            return
+        if slot.is_written:
+            slot.is_changed = False
+            after, slot.after = slot.after, []
+            for work in after:
+                work()
+            self._read_ahead()
+
+    def _folder(self, piece: Piece) -> str:
+        return self._on.folders[piece.drive]
+
+    def _wait(self) -> None:
+        """Until something has changed. The lock is held. Raises DriveFailed: nothing does for too long."""
+        self._changed.wait(_POLL_S)
+        is_moving = any(slot.pending for slot in self._all_slots())
+        if is_moving and time.monotonic() - self._last_progress_s > SILENCE_S:
+            waiting = sorted(
+                {
+                    self._on.folders[piece.drive]
+                    for slot in self._all_slots()
+                    if slot.pending
+                    for piece in self._layout.blocks[slot.unit, slot.plane]
+                }
+            )
+            self._failure = self._failure or DriveFailed(
+                f"a drive of tier_dirs has not answered for {SILENCE_S:.0f} s, one of: {', '.join(waiting)}; {_ADVICE}"
+            )
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _all_of(move: Callable[[int, Sequence[memoryview], int], int], file: int, memory: memoryview, offset: int) -> int:
+    """Read or write all of a piece: the kernel may do a part at once."""
+    done = 0
+    while done < len(memory):
+        count = move(file, [memory[done:]], offset + done)
+        if not count:
+            raise OSError(0, "the file ended early")
+        done += count
+    return done

@@ -1,0 +1,229 @@
+"""What plans put on drives, what that costs, and what they say where it would help."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as runs
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tests.support.rates import RATES
+from tests.unit.planning.test_planner import CONFIG, GIB, H100, spec_of
+
+from horizon_server.errors import InvalidSpec
+from horizon_server.planning import drives as drives_module
+from horizon_server.planning.drives import NodeDrives, drives_of, find_drives
+from horizon_server.planning.machine import Accelerator, HostMemory
+from horizon_server.planning.planner import Planner
+from horizon_server.planning.play import DriveWork, Visit, play
+from horizon_server.planning.rates import DriveRates
+from horizon_server.records.execution import RING_SLOTS
+from horizon_server.records.plan import Plan, PlannedMachine
+from horizon_server.settings import load_settings
+from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store.drive_files import DriveSpeed
+from horizon_server.store.drive_layout import INDEX_PLANE
+
+DRIVES = NodeDrives(
+    folders=("/drives/a", "/drives/b"),
+    rates=DriveRates(read_bytes_per_s=2e9, write_bytes_per_s=1e9),
+    endurance_bytes=10**15,
+)
+NUM_LAYERS, HIDDEN, INNER = 40, 512, 768
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose states are more than what drives cost in memory."""
+    made = tmp_path_factory.mktemp("model")
+    (made / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": HIDDEN, "intermediate_size": INNER}))
+    shapes = {"model.embed_tokens.weight": (64, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (64, HIDDEN)}
+    shapes |= {f"model.layers.{index}.mlp.up_proj.weight": (INNER, HIDDEN) for index in range(NUM_LAYERS)}
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, made / "model.safetensors")
+    return made
+
+
+def planner_of(
+    host_bytes: int, drives: NodeDrives | None = DRIVES, *, accelerators: tuple[Accelerator, ...] = ()
+) -> Planner:
+    return Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
+        memory=lambda: HostMemory(limit_bytes=host_bytes, available_bytes=host_bytes),
+        num_threads=1,
+        accelerators=accelerators,
+        rates=lambda: {"host": RATES, "host_bfloat16": RATES, "cuda": RATES},
+        drives=drives,
+    )
+
+
+def on_drives(spec: JobSpec, **memory: Any) -> JobSpec:
+    return parse_job_spec({**spec.model_dump(mode="json"), "memory": {"tier": "drive", **memory}})
+
+
+def plan(folder: Path, spec: JobSpec, host_bytes: int, **of_node: Any) -> Plan:
+    return planner_of(host_bytes, **of_node).plan_to_start(spec, folder)
+
+
+def needed(folder: Path, spec: JobSpec, **of_node: Any) -> int:
+    return plan(folder, spec, 64 * GIB, **of_node).host_total_bytes
+
+
+def test_a_job_that_fits_has_nothing_on_drives(folder: Path) -> None:
+    found = plan(folder, on_drives(spec_of()), 64 * GIB)
+    assert found.drives is None and not found.execution.drives.units and found.fits
+    assert INDEX_PLANE not in found.plane_bytes
+
+
+@pytest.mark.parametrize("train", [{}, {"max_grad_norm": None}, {"compute_dtype": "bfloat16"}])
+def test_as_few_layers_as_make_it_fit_are_on_drives(folder: Path, train: dict[str, Any]) -> None:
+    spec = spec_of(**train)
+    whole = needed(folder, spec)
+    numbers = []
+    for short in (1, 10 * MIB, 40 * MIB):
+        found = plan(folder, on_drives(spec), whole - short)
+        assert found.fits and found.drives is not None and whole - short >= found.host_total_bytes
+        units = found.execution.drives.units
+        assert found.drives.num_layers == len(units) and found.drives.num_bytes == sum(found.drive_file_bytes)
+        assert found.execution.drives.folders == DRIVES.folders
+        assert ("lo" in found.execution.drives.planes) == (train.get("compute_dtype") == "bfloat16")
+        # Evenly spread: no two gaps differ by more than one layer.
+        gaps = [later - former for former, later in itertools.pairwise(units)]
+        assert max(gaps) - min(gaps) <= 1
+        # One layer fewer would not fit.
+        of_layer = found.drives.num_bytes // len(units)
+        assert found.host_total_bytes + of_layer > whole - short
+        numbers.append(len(units))
+    assert numbers == sorted(numbers) and numbers[0] > RING_SLOTS and numbers[-1] < NUM_LAYERS
+
+
+def test_what_no_drive_can_help_is_refused_as_without(folder: Path) -> None:
+    found = plan(folder, on_drives(spec_of()), GIB // 4)
+    assert not found.fits and found.message and "memory.tier" not in found.message
+
+
+def test_a_job_that_does_not_fit_is_told_of_drives(folder: Path) -> None:
+    spec = spec_of()
+    found = plan(folder, spec, needed(folder, spec) - 20 * MIB)
+    assert not found.fits
+    assert re.search(
+        r"it would fit with memory\.tier: drive \(states of \d+ layers \(.*\), written once a step, .* by the whole "
+        r"job, 0\.00% of tier_endurance_bytes, .* s a step\)",
+        found.message,
+    )
+    without = plan(folder, spec, needed(folder, spec) - 20 * MIB, drives=None)
+    assert "drive" not in without.message
+
+
+@given(short=st.integers(1, 200 * MIB), clips=st.booleans(), dtype=st.sampled_from(["float32", "bfloat16"]))
+@runs(max_examples=60)
+def test_taking_the_advice_fits(folder: Path, short: int, clips: bool, dtype: str) -> None:
+    spec = spec_of(compute_dtype=dtype, **({} if clips else {"max_grad_norm": None}))
+    limit = needed(folder, spec) - short
+    advised = "memory.tier: drive" in plan(folder, spec, limit).message
+    assert plan(folder, on_drives(spec), limit).fits == advised
+
+
+def test_a_job_that_wears_the_drives_must_say_so(folder: Path) -> None:
+    spec = on_drives(spec_of(max_steps=1000))
+    limit = needed(folder, spec_of()) - 20 * MIB
+    num_bytes = plan(folder, spec, limit).drives.num_bytes  # type: ignore[union-attr]
+    few = dataclasses.replace(DRIVES, endurance_bytes=20 * 1000 * num_bytes - 1)
+    with pytest.raises(InvalidSpec, match=r"5\.00% of tier_endurance_bytes; that is more than 5%") as caught:
+        plan(folder, spec, limit, drives=few)
+    assert [violation.field for violation in caught.value.violations] == ["memory.accept_wear"]
+    enough = dataclasses.replace(few, endurance_bytes=20 * 1000 * num_bytes)
+    assert plan(folder, spec, limit, drives=enough).drives is not None
+    assert plan(folder, on_drives(spec, accept_wear=True), limit, drives=few).fits
+
+
+def test_drives_of_unknown_endurance_must_be_accepted(folder: Path) -> None:
+    limit, unknown = needed(folder, spec_of()) - 20 * MIB, dataclasses.replace(DRIVES, endurance_bytes=None)
+    with pytest.raises(InvalidSpec, match="tier_endurance_bytes is not set"):
+        plan(folder, on_drives(spec_of()), limit, drives=unknown)
+    found = plan(folder, on_drives(spec_of(), accept_wear=True), limit, drives=unknown)
+    assert found.drives is not None and found.drives.endurance_share is None and found.drives.written_bytes
+
+
+def test_a_node_without_drives_refuses_by_field(folder: Path) -> None:
+    with pytest.raises(InvalidSpec, match="this node has no drive for it; ask an admin to set tier_dirs"):
+        plan(folder, on_drives(spec_of()), 64 * GIB, drives=None)
+    with pytest.raises(InvalidSpec, match="this node has no drive for it"):
+        planner_of(GIB).plan_elsewhere(on_drives(spec_of()), folder, PlannedMachine(gpu="H100", host_gbps=300))
+
+
+@pytest.mark.parametrize("field", ["gpus", "nodes"])
+def test_several_devices_are_refused(field: str) -> None:
+    with pytest.raises(InvalidSpec, match=rf"{field} is 2, and states on drives are updated by one device"):
+        parse_job_spec({"name": "j", "model": "m", "dataset": "d", field: 2, "memory": {"tier": "drive"}})
+
+
+def test_on_a_gpu_low_halves_are_there_too(folder: Path) -> None:
+    spec = spec_of(device="cuda")
+    limit = needed(folder, spec, accelerators=(H100,)) - 20 * MIB
+    found = plan(folder, on_drives(spec), limit, accelerators=(H100,))
+    assert found.fits and "lo" in found.execution.drives.planes
+
+
+def test_a_slow_drive_bounds_the_step_and_a_fast_one_costs_nothing(folder: Path) -> None:
+    limit = needed(folder, spec_of()) - 20 * MIB
+    fast, slow = (
+        dataclasses.replace(DRIVES, rates=DriveRates(read_bytes_per_s=rate, write_bytes_per_s=rate))
+        for rate in (1e15, 1e3)
+    )
+    quick, late = (plan(folder, on_drives(spec_of()), limit, drives=drives).prediction for drives in (fast, slow))
+    whole = plan(folder, spec_of(), 64 * GIB).prediction
+    assert quick is not None and late is not None and whole is not None
+    assert quick.step_s == pytest.approx(whole.step_s) and quick.bound == whole.bound
+    assert late.bound == "drive" and late.step_s > whole.step_s
+    assert late.step_s >= late.parts_s["drive"], "no step is shorter than what its drives do"
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_played_step_takes_what_drives_take(in_backward: bool) -> None:
+    """With clipping drives have the forward and what was read ahead, without it the whole step."""
+    num_layers, compute_s, drive_s = 30, 1.0, 1.5
+    forward = [Visit(unit=index, ring="layer", upload_s=0.0, compute_s=compute_s) for index in range(1, num_layers + 1)]
+    backward = [dataclasses.replace(visit, gradient=True, compute_s=2 * compute_s) for visit in reversed(forward)]
+    updates = [(index, 0.01) for index in range(1, num_layers + 1)]
+    work = DriveWork(seconds=dict.fromkeys(range(1, num_layers + 1), drive_s), num_slots=3)
+    alone, driven = (
+        play(forward + backward, updates, updates_in_backward=in_backward, drives=drives).step_s
+        for drives in (DriveWork(), work)
+    )
+    assert driven >= num_layers * drive_s
+    if in_backward:
+        assert driven == pytest.approx(alone, rel=0.02), "45 s are hidden by 90"
+    else:
+        # 27 of 30 layers come after the first update, while forward is 30 s.
+        assert driven - alone == pytest.approx((num_layers - 3) * drive_s - num_layers * compute_s, abs=3)
+
+
+def test_drives_are_as_fast_as_the_slowest_of_them() -> None:
+    speeds = [
+        DriveSpeed(folder="/a", read_bytes_per_s=3.0, write_bytes_per_s=2.0),
+        DriveSpeed(folder="/b", problem="it is full"),
+        DriveSpeed(folder="/c", read_bytes_per_s=4.0, write_bytes_per_s=1.0),
+    ]
+    found = drives_of(speeds, None)
+    assert found is not None and found.folders == ("/a", "/c")
+    assert found.rates == DriveRates(read_bytes_per_s=6.0, write_bytes_per_s=2.0)
+    assert drives_of(speeds[1:2], None) is None
+
+
+def test_folders_that_cannot_be_used_are_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[dict[str, Any]] = []
+    monkeypatch.setattr(drives_module.log, "warning", lambda _, **facts: named.append(facts))
+    settings = load_settings(tier_dirs=(str(tmp_path / "gone"), "/dev/shm"))
+    assert find_drives(settings) is None
+    assert [facts["folder"] for facts in named] == [str(tmp_path / "gone"), "/dev/shm"]
+    assert "no such folder" in named[0]["why"] and "tmpfs" in named[1]["why"]

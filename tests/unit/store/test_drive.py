@@ -1,0 +1,283 @@
+"""Blocks on drives: what is read is what was written, or the job ends with the drive's name."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.drives import drive_folders, lent_planes, on_drives
+from tests.support.tiny_models import config_of, template_of
+
+from horizon_server.errors import DriveFailed, InvalidModel
+from horizon_server.records.execution import OnDrives
+from horizon_server.store import checksum as checksums
+from horizon_server.store import drive as drive_module
+from horizon_server.store import native
+from horizon_server.store.checksum import checksum
+from horizon_server.store.drive import DriveStates
+from horizon_server.store.drive_files import lent_files, measure
+from horizon_server.store.drive_layout import GRAIN_BYTES, PIECE_BYTES, DriveLayout
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import StoreLayout
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture(scope="module")
+def layout() -> StoreLayout:
+    return template_of(config_of("llama", num_hidden_layers=5)).layout
+
+
+@pytest.fixture
+def on(layout: StoreLayout, tmp_path: Path) -> OnDrives:
+    return on_drives(layout, drive_folders(tmp_path))
+
+
+@contextmanager
+def opened(layout: StoreLayout, on: OnDrives, planes: dict[str, int]) -> Iterator[DriveStates]:
+    states = DriveStates(layout, on, planes, order=on.units, num_threads=1)
+    try:
+        yield states
+    finally:
+        states.close()
+
+
+def fill(states: DriveStates, on: OnDrives, value: float) -> None:
+    for unit in on.units:
+        for plane in on.planes:
+            with states.opened(unit, plane, writes=True):
+                states.view(unit, plane, torch.float32).fill_(value + unit)
+    states.flush()
+
+
+def values_of(states: DriveStates, unit: int, plane: str = "exp_avg") -> torch.Tensor:
+    with states.opened(unit, plane, writes=False):
+        return states.view(unit, plane, torch.float32).clone()
+
+
+def spoil(file: int, offset: int, size: int = GRAIN_BYTES) -> None:
+    buffer = mmap.mmap(-1, size)
+    buffer[:] = os.urandom(size)
+    os.pwritev(file, [buffer], offset)
+
+
+def test_what_was_never_written_is_zero(layout: StoreLayout, on: OnDrives) -> None:
+    with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+        assert not values_of(states, on.units[0]).any()
+        assert not any(drive.read_bytes for drive in states.take_traffic()), "nothing had to be read"
+
+
+def test_another_process_reads_what_was_written(layout: StoreLayout, on: OnDrives) -> None:
+    with lent_planes(layout, on) as planes:
+        with opened(layout, on, planes) as states:
+            fill(states, on, 3.0)
+            assert tuple(drive.written_bytes for drive in states.take_traffic()) == DriveLayout(layout, on).file_bytes
+        with opened(layout, on, planes) as states:
+            for unit in reversed(on.units):
+                assert (values_of(states, unit) == 3.0 + unit).all()
+
+
+def test_updates_in_order_are_read_ahead_and_written_behind(layout: StoreLayout, on: OnDrives) -> None:
+    done: list[int] = []
+    with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+        for step in range(3):
+            states.read_ahead()
+            for unit in on.units:
+                with states.updating(unit, lambda unit=unit: done.append(unit)):
+                    for plane in on.planes:
+                        values = states.view(unit, plane, torch.float32)
+                        assert (values == step * unit).all()
+                        values += unit
+        states.flush()
+        assert sorted(done) == sorted(3 * on.units)
+        traffic, size = states.take_traffic(), DriveLayout(layout, on).num_bytes
+        assert sum(drive.written_bytes for drive in traffic) == 3 * size
+        # The first step reads zeros, which no drive is asked for; after the last one a ring is read ahead.
+        ring = on.ring_slots * size // len(on.units)
+        assert sum(drive.read_bytes for drive in traffic) <= 2 * size + ring
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_any_mixture_of_readers_and_writers_sees_the_last_values(
+    layout: StoreLayout, tmp_path: Path, slots: int
+) -> None:
+    on = on_drives(layout, drive_folders(tmp_path), slots=slots)
+    chance, wanted = random.Random(slots), dict.fromkeys(on.units, 0.0)
+    with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+        for number in range(120):
+            unit = chance.choice(on.units)
+            match chance.randrange(4):
+                case 0:
+                    with states.opened(unit, "exp_avg", writes=True):
+                        states.view(unit, "exp_avg", torch.float32).fill_(number)
+                    wanted[unit] = number
+                case 1:
+                    with states.updating(unit, lambda: None):
+                        states.view(unit, "exp_avg", torch.float32).fill_(number)
+                    wanted[unit] = number
+                case 2:
+                    assert (values_of(states, unit) == wanted[unit]).all()
+                case _:
+                    states.read_ahead()
+        for unit, value in wanted.items():
+            assert (values_of(states, unit) == value).all()
+
+
+def test_threads_share_slots(layout: StoreLayout, on: OnDrives) -> None:
+    with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+
+        def work(unit: int) -> None:
+            for number in range(20):
+                with states.opened(unit, "exp_avg", writes=True):
+                    values = states.view(unit, "exp_avg", torch.float32)
+                    assert (values == number).all()
+                    values += 1
+
+        threads = [threading.Thread(target=work, args=(unit,)) for unit in on.units]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all((values_of(states, unit) == 20).all() for unit in on.units)
+
+
+def test_forgotten_states_are_zero(layout: StoreLayout, on: OnDrives) -> None:
+    with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+        fill(states, on, 1.0)
+        states.forget("exp_avg")
+        assert not values_of(states, on.units[0]).any()
+        assert values_of(states, on.units[0], "exp_avg_sq").all()
+        states.forget()
+        assert not values_of(states, on.units[0], "exp_avg_sq").any()
+
+
+@pytest.mark.parametrize("how", ["torn", "lost", "swapped"])
+def test_data_that_is_not_what_was_written_is_found(layout: StoreLayout, on: OnDrives, how: str) -> None:
+    """A drive that tears, loses or mixes up writes: no step trains on what it returns."""
+    drives = DriveLayout(layout, on)
+    (first,), (second,) = drives.blocks[on.units[0], "exp_avg"], drives.blocks[on.units[2], "exp_avg"]
+    assert first.drive == second.drive
+    with lent_planes(layout, on) as planes:
+        file = planes[f"drive {first.drive}"]
+        with opened(layout, on, planes) as states:
+            fill(states, on, 1.0)
+        old = mmap.mmap(-1, first.num_bytes)
+        os.preadv(file, [old], first.offset)
+        if how == "torn":
+            spoil(file, first.offset + GRAIN_BYTES)
+        elif how == "lost":
+            with opened(layout, on, planes) as states:
+                fill(states, on, 2.0)
+            os.pwritev(file, [old], first.offset)
+        else:
+            os.preadv(file, [old], second.offset)
+            os.pwritev(file, [old], first.offset)
+        with opened(layout, on, planes) as states:
+            with pytest.raises(DriveFailed, match="returned other data than was written") as raised:
+                values_of(states, on.units[0])
+            assert on.folders[first.drive] in raised.value.message
+            with pytest.raises(DriveFailed):
+                states.read_ahead()
+
+
+def test_a_drive_that_cannot_be_written_is_named(layout: StoreLayout, on: OnDrives) -> None:
+    with lent_planes(layout, on) as planes:
+        read_only = os.open(f"/proc/self/fd/{planes['drive 1']}", os.O_RDONLY | os.O_DIRECT)
+        try:
+            with opened(layout, on, {**planes, "drive 1": read_only}) as states:
+                with pytest.raises(DriveFailed, match="failed: Bad file descriptor") as raised:
+                    fill(states, on, 1.0)
+                assert on.folders[1] in raised.value.message
+        finally:
+            os.close(read_only)
+
+
+def test_a_drive_that_does_not_answer_is_not_waited_for_without_end(
+    layout: StoreLayout, on: OnDrives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive_module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(drive_module, "_POLL_S", 0.05)
+    answers = threading.Event()
+    with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+        for pool in states._pools:
+            for _ in range(4):
+                pool.submit(answers.wait)
+        with pytest.raises(DriveFailed, match="has not answered for"):
+            values_of(states, on.units[0])
+        answers.set()
+
+
+def test_files_leave_nothing_behind(layout: StoreLayout, on: OnDrives) -> None:
+    with lent_planes(layout, on) as planes:
+        assert os.fstat(planes["drive 0"]).st_blocks * 512 >= DriveLayout(layout, on).file_bytes[0]
+        assert not any(list(Path(folder).iterdir()) for folder in on.folders)
+
+
+def test_files_of_another_size_are_refused(layout: StoreLayout, on: OnDrives) -> None:
+    with ExitStack() as lent:
+        planes = lent.enter_context(lent_planes(layout, on)) | lent.enter_context(lent_files(on.folders, [8192, 8192]))
+        with pytest.raises(InvalidModel, match="submit the job again"):
+            HostStore.attach(layout, planes, drives=on)
+
+
+def test_pieces_cover_each_block_once_and_do_not_overlap(layout: StoreLayout, on: OnDrives) -> None:
+    drives = DriveLayout(layout, on)
+    taken = sorted((piece.drive, piece.offset, piece.num_bytes) for block in drives.blocks.values() for piece in block)
+    for (drive, offset, size), (next_drive, next_offset, _) in itertools.pairwise(taken):
+        assert drive != next_drive or offset + size == next_offset
+    for (unit, plane), pieces in drives.blocks.items():
+        assert sum(piece.num_bytes for piece in pieces) == drives.block_bytes(unit, plane)
+        assert all(piece.offset % GRAIN_BYTES == 0 and piece.num_bytes <= PIECE_BYTES for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("missing", "there is no such folder"), ("a file", "it is no folder"), ("shm", "it is on tmpfs, which is memory")],
+)
+def test_a_folder_that_cannot_be_a_drive_is_named(name: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    folder = SHM if name == "shm" else tmp_path / name
+    found = measure(folder)
+    assert problem in found.problem and found.folder == str(folder)
+
+
+def test_a_full_drive_is_named(tmp_path: Path) -> None:
+    (folder,) = drive_folders(tmp_path, 1)
+    with pytest.raises(DriveFailed, match="it is full") as raised, ExitStack() as stack:
+        stack.enter_context(lent_files([folder], [1 << 50]))
+    assert folder in raised.value.message
+
+
+def test_a_good_folder_is_measured(tmp_path: Path) -> None:
+    (folder,) = drive_folders(tmp_path, 1)
+    found = measure(Path(folder), num_bytes=64 << 20)
+    assert not found.problem and found.read_bytes_per_s > 0 and found.write_bytes_per_s > 0 and found.free_bytes > 0
+
+
+def test_kernel_and_reference_give_the_same_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [memoryview(random.Random(seed).randbytes(64 * rows)) for seed, rows in enumerate((1, 7, 1000))]
+    one = [checksum(part, place=9) for part in data]
+    checksums._kernel.cache_clear()
+    monkeypatch.setattr(native, "find", lambda *_: (None, "not here"))
+    assert [checksum(part, place=9) for part in data] == one
+    checksums._kernel.cache_clear()
+
+
+def test_a_checksum_depends_on_every_word_its_place_and_the_piece() -> None:
+    data = bytearray(random.Random(1).randbytes(4096))
+    found = {checksum(memoryview(bytes(data)), place=1), checksum(memoryview(bytes(data)), place=2)}
+    found.add(checksum(memoryview(bytes(data[64:] + data[:64])), place=1))
+    found.add(checksum(memoryview(bytes(data[8:] + data[:8])), place=1))
+    for bit in range(0, 8 * len(data), 997):
+        data[bit // 8] ^= 1 << bit % 8
+        found.add(checksum(memoryview(bytes(data)), place=1))
+        data[bit // 8] ^= 1 << bit % 8
+    assert len(found) == 4 + len(range(0, 8 * len(data), 997)) and 0 not in found
