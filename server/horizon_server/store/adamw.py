@@ -26,6 +26,8 @@ from horizon_server.store.triton_kernels import runs_triton
 STATE_PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 """What an update changes, in the order of the kernel's arguments."""
 
+# Of the kernel's scalars, those that the kernel for GPUs is given otherwise or has no use for.
+_OF_OTHERS = ("scaled_step_size", "most_ratio")
 # Of first moments to roots of second ones, where the rates of decay set no bound; in fp32, and so are its products with
 # most roots.
 _UNBOUNDED, _MOST_LOG = 1e30, 100.0
@@ -310,7 +312,7 @@ def _update_on_gpu(states: UnitStates, grads: torch.Tensor, segments: list[Segme
     from horizon_server.store.adamw_triton import adamw
 
     are_bf16 = grads.dtype == torch.bfloat16
-    numbers = {name: getattr(scalars, name) for name, *_ in Scalars._fields_ if name != "scaled_step_size"}
+    numbers = {name: getattr(scalars, name) for name, *_ in Scalars._fields_ if name not in _OF_OTHERS}
     grads = grads.view(torch.int16) if are_bf16 else grads
     for segment in _joined(segments):
         stretch = slice(segment.offset, segment.offset + segment.num_elements)
