@@ -14,6 +14,7 @@ from horizon_server.store import adamw
 from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
+from horizon_server.store.native import Segment
 
 NAMES = ("model.layers.0.proj.weight", "model.layers.0.norm.weight", "model.layers.0.out.weight")
 
@@ -113,7 +114,7 @@ def test_stretches_that_follow_each_other_and_are_updated_alike_are_one_launch()
     store = HostStore.allocate(build_layout(shapes, num_layers=1, tied=True), num_threads=1)
     unit = store.layout.units[1]
     segments = [
-        adamw.Segment(tensor.offset, tensor.num_elements, 0.5 if tensor.decay else 1.0, 1.0) for tensor in unit.tensors
+        Segment(tensor.offset, tensor.num_elements, 0.5 if tensor.decay else 1.0, 1.0) for tensor in unit.tensors
     ]
     joined = [(segment.offset, segment.num_elements, segment.decay_factor) for segment in adamw._joined(segments)]
     assert joined == [(0, 5 * 256, 0.5), (5 * 256, 32, 1.0)]
