@@ -109,7 +109,7 @@ def test_what_is_not_finite_or_nearly_so_is_split_as_on_the_cpu(
 
 
 def test_stretches_that_follow_each_other_and_are_updated_alike_are_one_launch() -> None:
-    shapes = {f"model.layers.0.experts.{i}.proj.weight": (8, 32) for i in range(5)}
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.0.experts.{i}.proj.weight": (8, 32) for i in range(5)}
     shapes |= {"model.layers.0.norm.weight": (32,), "model.embed_tokens.weight": (8, 32), "model.norm.weight": (32,)}
     store = HostStore.allocate(build_layout(shapes, num_layers=1, tied=True), num_threads=1)
     unit = store.layout.units[1]
