@@ -9,7 +9,7 @@ Shapes: R = rows of a table that are used, D = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from mmap import mmap
@@ -107,7 +107,7 @@ class ResidentDevice:
     def free_host(self, tensor: Tensor) -> None:
         """The caller drops it."""
 
-    def adopt(self, store: HostStore) -> None:
+    def adopt(self, store: HostStore, states: Collection[int] = ()) -> None:
         """The weights were copied already."""
 
     def release_memory(self) -> None:
@@ -154,7 +154,7 @@ class ResidentDevice:
     def drain(self) -> None:
         self.compute.record().wait()
 
-    def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
+    def upload(self, source: Tensor, out: Tensor, *, label: str = "", queue: Queue | None = None) -> None:
         out.copy_(source)
 
     def download(self, source: Tensor, target: Tensor, *, label: str = "", queue: Queue | None = None) -> None:
@@ -176,6 +176,12 @@ class ResidentDevice:
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
     ) -> None:
         self.download_unit(gradient_RD, target, square_sum)
+
+    def keep_gradient(self, gradient: Tensor, target: Tensor, square_sum: Tensor | None, *, label: str = "") -> None:
+        raise NotImplementedError("nothing is updated")
+
+    def run(self, work: Work) -> None:
+        raise NotImplementedError("nothing is updated")
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:
         """No use after free is looked for."""

@@ -222,17 +222,20 @@ def test_a_copy_home_that_fails_is_not_claimed(engine: Engine, monkeypatch: pyte
 @pytest.mark.parametrize("kind", ["host", "cuda"])
 def test_a_step_that_is_not_finite_leaves_them_as_they_are(kind: str, options: dict[str, Any], engine: Engine) -> None:
     # As in test_training: the gradient overflows on its way down, the loss does not.
-    runs = []
+    runs, verdicts = [], []
     for kept in ({}, SOME, ALL):
         model = engine.tiny_model("llama", rms_norm_eps=1e-30)
         model.weights["model.embed_tokens.weight"] *= 1e-30
         run = started(engine, model, kind, lr_schedule="constant", **kept, **options)
-        skipped = [run.trainer.train_step(rows_of(engine, step)).skipped for step in range(2)]
+        reports = [run.trainer.train_step(rows_of(engine, step)) for step in range(2)]
         run.trainer.flush()
-        runs.append((skipped, planes_of(run)))
-    assert runs[0][0][0] == ("non_finite_gradient" if options["max_grad_norm"] else "partly_non_finite_gradient")
-    assert_same(runs[0], runs[1])
-    assert_same(runs[0], runs[2])
+        verdicts.append([report.skipped for report in reports])
+        runs.append(([report.loss for report in reports], planes_of(run)))
+    assert verdicts[0][0] == ("non_finite_gradient" if options["max_grad_norm"] else "partly_non_finite_gradient")
+    assert verdicts[1] == verdicts[2] == verdicts[0]
+    assert [loss.hex() for loss in runs[1][0]] == [loss.hex() for loss in runs[0][0]]
+    assert_same(([], runs[0][1]), ([], runs[1][1]))
+    assert_same(([], runs[0][1]), ([], runs[2][1]))
 
 
 @pytest.mark.parametrize("kind", ["host", "cuda"])

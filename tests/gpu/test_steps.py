@@ -48,6 +48,12 @@ def test_experts_in_pages(architecture: str, steps: DeviceSteps) -> None:
     steps.check_paged_experts(architecture)
 
 
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_layers_that_the_device_updates(architecture: str, max_grad_norm: float | None, steps: DeviceSteps) -> None:
+    steps.check_states_on_device(architecture, max_grad_norm)
+
+
 @pytest.fixture
 def _fp8_units() -> None:
     try:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ from horizon_server.errors import DoesNotFit
 from horizon_server.planning.gpu_compiler import compiler_environment, what_is_missing
 from horizon_server.planning.residency import has_frozen_table
 from horizon_server.recipe import Matmul
+from horizon_server.store.adamw import STATE_PLANES, AdamWStep, UnitStates, update_states
 from horizon_server.store.adapters import with_adapters
-from horizon_server.store.layout import Packing
+from horizon_server.store.host_store import split_master
+from horizon_server.store.layout import Packing, build_layout
 
 LOSS, NORM, GRADIENTS = 1e-2, 2e-2, 5e-2
 """How far a step in bf16 may be from one in fp32: relative, of the gradients in their norm."""
@@ -74,6 +77,51 @@ class DeviceSteps:
         packed_layers = model.template.num_layers if base != "none" else 0
         ends: dict[str, Any] = {"resident_head": True, "resident_table": has_frozen_table(model.template.layout)}
         self._check(model, adapter_scale=_SCALE, packed_layers=packed_layers, **ends)
+
+    def check_states_on_device(self, architecture: str, max_grad_norm: float | None) -> None:
+        """Layers that the device updates, by a kernel of its own where it is a GPU: the bits of the host's, of one
+        update of numbers of all sizes, and of the weights and moments after three steps."""
+        self._check_update(torch.bfloat16)
+        self._check_update(torch.float32)
+        model, runs = self.tiny_model(architecture), []
+        for kept in ({}, {"resident_layers": 3, "state_layers": 2}):
+            device = self.new_device()
+            store = model.store(grad_dtype=None if max_grad_norm is None else device.gradient_dtype)
+            # Attention's backward may add in the order of arrival otherwise.
+            options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "deterministic": True, **kept}
+            run = self.start(model, store=store, device=device, **options)
+            figures = [run.trainer.train_step(_rows()) for _ in range(3)]
+            assert run.trainer._optimizer.states.holds_any == bool(kept)
+            run.trainer.flush()
+            run.trainer.close()
+            planes = [store.plane(plane).view(torch.uint8).clone() for plane in STATE_PLANES]
+            runs.append(([one.loss for one in figures], [one.grad_norm for one in figures], planes))
+        (losses, norms, planes), (found_losses, found_norms, found_planes) = runs
+        assert (found_losses, found_norms) == (losses, norms)
+        assert all(torch.equal(*pair) for pair in zip(planes, found_planes, strict=True))
+
+    def _check_update(self, grad_dtype: torch.dtype) -> None:
+        """AdamW of one unit in the device's memory and in the host's, from the same numbers."""
+        shapes = {"model.embed_tokens.weight": (8, 32), "model.norm.weight": (32,)}
+        shapes |= {"model.layers.0.proj.weight": (997, 61), "model.layers.0.norm.weight": (37,)}
+        unit, device = build_layout(shapes, num_layers=1, tied=True).units[1], self.new_device()
+        size, generator = unit.trained_elements, torch.Generator().manual_seed(0)
+        exponents = torch.empty(size).uniform_(-140, 20, generator=generator)
+        gradient = (torch.randn(size, generator=generator) * torch.exp2(exponents)).to(grad_dtype)
+        hi, lo = torch.empty(size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.int16)
+        split_master(torch.randn(size, generator=generator) * 0.02, hi, lo)
+        host = UnitStates(hi=hi, lo=lo, exp_avg=torch.zeros(size), exp_avg_sq=torch.zeros(size))
+        there = UnitStates(**{name: device.place(tensor.clone()) for name, tensor in vars(host).items()})
+        placed = device.place(gradient.clone())
+        for step in range(1, 4):
+            hyper = AdamWStep(
+                step=step, learning_rate=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, grad_scale=0.37
+            )
+            update_states(unit, host, gradient, hyper, num_threads=1)
+            device.run(partial(update_states, unit, there, placed, hyper, num_threads=1))
+        for one, other in zip(host.tensors, there.tensors, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
+        device.close()
 
     def check_fp8(self, architecture: str, matmul: Matmul = "fp8") -> None:
         """Products in FP8, which the host computes by hand: one of each kind, and a step."""

@@ -73,9 +73,9 @@ class Optimizer:
         # Another queue, because the rows are known when the first one is full of layers already.
         self._rows_queue = device.host_queue("optimizer rows")
         self.states = states or DeviceStates(store, device)
-        assert ranks.is_alone or not self.states.holds_any, "what several ranks update is in memory that they share"
         """Those of the units that the device updates itself."""
-        # Another one, because these updates take nothing that those of the host wait for.
+        assert ranks.is_alone or not self.states.holds_any, "what several ranks update is in memory that they share"
+        # Another queue, because these updates take nothing that those of the host wait for.
         self._states_queue = device.host_queue("optimizer on the device") if self.states.holds_any else self.queue
         self._updated: dict[int, Event] = {}
         self._num_updates: Counter[int] = Counter()
@@ -215,8 +215,9 @@ class Optimizer:
 
     def send_home(self) -> None:
         """Block until the store has what the device has updated. Raises as `DeviceStates.send_home`."""
-        self._states_queue.record().wait()
-        self.states.send_home()
+        if self.states.holds_any:
+            self._states_queue.record().wait()
+            self.states.send_home()
 
     def replace(self, write: Callable[[], None]) -> None:
         """Have `write` give the store other weights, which count as one update of every unit: whoever is killed

@@ -14,6 +14,7 @@ from horizon_server.store import adamw
 from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
+from horizon_server.store.native import Segment
 
 NAMES = ("model.layers.0.proj.weight", "model.layers.0.norm.weight", "model.layers.0.out.weight")
 
@@ -108,12 +109,12 @@ def test_what_is_not_finite_or_nearly_so_is_split_as_on_the_cpu(
 
 
 def test_stretches_that_follow_each_other_and_are_updated_alike_are_one_launch() -> None:
-    shapes = {f"model.layers.0.experts.{i}.proj.weight": (8, 32) for i in range(5)}
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.0.experts.{i}.proj.weight": (8, 32) for i in range(5)}
     shapes |= {"model.layers.0.norm.weight": (32,), "model.embed_tokens.weight": (8, 32), "model.norm.weight": (32,)}
     store = HostStore.allocate(build_layout(shapes, num_layers=1, tied=True), num_threads=1)
     unit = store.layout.units[1]
     segments = [
-        adamw.Segment(tensor.offset, tensor.num_elements, 0.5 if tensor.decay else 1.0, 1.0) for tensor in unit.tensors
+        Segment(tensor.offset, tensor.num_elements, 0.5 if tensor.decay else 1.0, 1.0) for tensor in unit.tensors
     ]
     joined = [(segment.offset, segment.num_elements, segment.decay_factor) for segment in adamw._joined(segments)]
     assert joined == [(0, 5 * 256, 0.5), (5 * 256, 32, 1.0)]
