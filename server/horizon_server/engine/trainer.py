@@ -577,9 +577,8 @@ class Trainer:
         return StepRows(lanes=tuple(tuple(self._parts(lane)) for lane in lanes))
 
     def _parts(self, rows: list[MicroBatch]) -> list[MicroBatch]:
-        template, limit = self._template, self._execution.joined_tokens
-        if template.packing_limit is not None:
-            limit = min(limit, template.packing_limit)
+        template, joined = self._template, self._execution.joined_tokens
+        limit = joined if template.packing_limit is None else min(joined, template.packing_limit)
         # Of models with masks over all pairs, which would cost more than larger products save, rows stay as they are.
         if not limit or template.needs_masks or not rows:
             return rows
