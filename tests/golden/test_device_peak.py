@@ -55,6 +55,7 @@ def planned_and_tracked(
     is_traced: bool = False,
     recipe: Mapping[str, float] = MappingProxyType({}),
     is_weighted: bool = False,
+    chunk_tokens: int = 0,
     **sizes: Any,
 ) -> tuple[int, TrackingRuntime]:
     """The workspace of one step of one model, with the products that are kept: what is planned, and the driver that has
@@ -67,7 +68,13 @@ def planned_and_tracked(
         CudaDevice(runtime=runtime),
     )
     store.plane("hi").normal_(std=0.02)
-    options = settings(optimizer_threads=1, tokens_per_step=tokens * num_rows, product_layers=product_layers, **recipe)
+    options = settings(
+        optimizer_threads=1,
+        tokens_per_step=tokens * num_rows,
+        product_layers=product_layers,
+        chunk_tokens=chunk_tokens,
+        **recipe,
+    )
     # Only compiled layers keep products; here their graphs run as plain operations.
     compiled = traced_layers(template, torch.bfloat16, product_layers=product_layers) if is_traced else None
     trainer = Trainer(template, store, device, *options, num_steps=9, compiled=compiled)
@@ -92,6 +99,7 @@ def planned_and_tracked(
         sequence_length=tokens,
         device_kind="cuda",
         grad_bytes=2,
+        chunk_tokens=chunk_tokens,
     )
     shape = ModelShape.from_config(config.to_dict())
     job = settings(tokens_per_step=tokens * num_rows, device_kind="cuda")
@@ -129,6 +137,22 @@ def test_the_plan_knows_the_peak_of_a_step_within_five_percent(
     architecture: str, tokens: int, changes: dict[str, Any]
 ) -> None:
     planned, runtime = planned_and_tracked(architecture, tokens, **changes)
+    peak, at_peak = runtime.allocations.peak_bytes, "\n".join(runtime.allocations.at_peak)
+    assert planned == pytest.approx(peak, rel=0.05), f"planned {planned:,}, allocated {peak:,}:\n{at_peak}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"documents": 2}),
+        ("qwen3", {}),
+        ("gpt2", GPT2),
+        ("llama", {"vocab_size": 16384}),
+    ],
+)
+def test_the_plan_knows_the_peak_of_a_chunk(architecture: str, changes: dict[str, Any]) -> None:
+    planned, runtime = planned_and_tracked(architecture, 2048, chunk_tokens=512, **changes)
     peak, at_peak = runtime.allocations.peak_bytes, "\n".join(runtime.allocations.at_peak)
     assert planned == pytest.approx(peak, rel=0.05), f"planned {planned:,}, allocated {peak:,}:\n{at_peak}"
 
