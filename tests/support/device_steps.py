@@ -37,6 +37,7 @@ from horizon_server.errors import DoesNotFit
 from horizon_server.planning.gpu_compiler import compiler_environment, what_is_missing
 from horizon_server.planning.residency import has_frozen_table
 from horizon_server.recipe import Matmul
+from horizon_server.records.execution import ActivationPlacement
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.layout import Packing
 
@@ -74,6 +75,10 @@ class DeviceSteps:
         packed_layers = model.template.num_layers if base != "none" else 0
         ends: dict[str, Any] = {"resident_head": True, "resident_table": has_frozen_table(model.template.layout)}
         self._check(model, adapter_scale=_SCALE, packed_layers=packed_layers, **ends)
+
+    def check_chunks(self, architecture: str, placement: ActivationPlacement) -> None:
+        """Rows in chunks, whose hidden states stay on the device, or come and go."""
+        self._check(self.tiny_model(architecture), chunk_tokens=8, activation_placement=placement)
 
     def check_fp8(self, architecture: str, matmul: Matmul = "fp8") -> None:
         """Products in FP8, which the host computes by hand: one of each kind, and a step."""
