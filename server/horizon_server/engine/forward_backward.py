@@ -92,6 +92,7 @@ class ForwardBackward:
         self._chunk_tokens = execution.chunk_tokens
         self._keys: ChunkedKeys | None = None
         if self._chunk_tokens:
+            assert not ranks.by_layers, "chunks of one row go up and down within a layer, on one rank"
             sizes, num_skipped = key_sizes(template), template.layout.num_skipped_layers
             self._keys = ChunkedKeys(device, sizes, num_skipped=num_skipped, chunk_tokens=self._chunk_tokens)
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
