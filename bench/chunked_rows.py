@@ -128,7 +128,7 @@ def measure(row_tokens: int, rounds: int) -> list[str]:
             if index:
                 seconds[size].append((time.perf_counter() - start_s, time.process_time() - start_processor_s))
     lines = [
-        f"| a row of {row_tokens:,} tokens | step | chunks / whole (median of {rounds} rounds) | by processor seconds |",
+        f"| a row of {row_tokens:,} tokens | step | chunks / whole, median of {rounds} | by processor seconds |",
         "| --- | --- | --- | --- |",
     ]
     for size in sizes:
