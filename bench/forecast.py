@@ -90,39 +90,44 @@ VARIANTS: Mapping[str, Variant] = {
 
 def model_7b() -> ModelFolder:
     """The shape of Qwen2.5-7B, without weights."""
+    return model_of(hidden=HIDDEN, inner=INNER, layers=LAYERS, heads=HEADS, key_heads=KEY_HEADS, vocabulary=VOCABULARY)
+
+
+def model_of(*, hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> ModelFolder:
+    """A model of Qwen2's form and these sizes, without weights."""
     config: dict[str, Any] = {
         "model_type": "qwen2",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_HEADS,
-        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
     }
-    keys = KEY_HEADS * HIDDEN // HEADS
+    keys = key_heads * hidden // heads
     layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-        "self_attn.q_proj.bias": (HIDDEN,),
-        "self_attn.k_proj.weight": (keys, HIDDEN),
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.q_proj.bias": (hidden,),
+        "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.k_proj.bias": (keys,),
-        "self_attn.v_proj.weight": (keys, HIDDEN),
+        "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.v_proj.bias": (keys,),
-        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-        "mlp.gate_proj.weight": (INNER, HIDDEN),
-        "mlp.up_proj.weight": (INNER, HIDDEN),
-        "mlp.down_proj.weight": (HIDDEN, INNER),
-        "input_layernorm.weight": (HIDDEN,),
-        "post_attention_layernorm.weight": (HIDDEN,),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-        **{f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()},
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+        **{f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()},
     }
-    layout = build_layout(shapes, num_layers=LAYERS, tied=False)
+    layout = build_layout(shapes, num_layers=layers, tied=False)
     return ModelFolder(path=Path(), config=config, shape=ModelShape.from_config(config), headers={}, layout=layout)
 
 

@@ -56,6 +56,7 @@ def planned_and_tracked(
     recipe: Mapping[str, float] = MappingProxyType({}),
     is_weighted: bool = False,
     expert_page_elements: int = 0,
+    chunk_tokens: int = 0,
     **sizes: Any,
 ) -> tuple[int, TrackingRuntime]:
     """The workspace of one step of one model, with the products that are kept: what is planned, and the driver that has
@@ -73,6 +74,7 @@ def planned_and_tracked(
         tokens_per_step=tokens * num_rows,
         product_layers=product_layers,
         expert_page_elements=expert_page_elements,
+        chunk_tokens=chunk_tokens,
         **recipe,
     )
     # Only compiled layers keep products; here their graphs run as plain operations.
@@ -100,6 +102,7 @@ def planned_and_tracked(
         device_kind="cuda",
         grad_bytes=2,
         expert_page_elements=expert_page_elements,
+        chunk_tokens=chunk_tokens,
     )
     shape = ModelShape.from_config(config.to_dict())
     job = settings(tokens_per_step=tokens * num_rows, device_kind="cuda")
@@ -137,6 +140,22 @@ def test_the_plan_knows_the_peak_of_a_step_within_five_percent(
     architecture: str, tokens: int, changes: dict[str, Any]
 ) -> None:
     planned, runtime = planned_and_tracked(architecture, tokens, **changes)
+    peak, at_peak = runtime.allocations.peak_bytes, "\n".join(runtime.allocations.at_peak)
+    assert planned == pytest.approx(peak, rel=0.05), f"planned {planned:,}, allocated {peak:,}:\n{at_peak}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"documents": 2}),
+        ("qwen3", {}),
+        ("gpt2", GPT2),
+        ("llama", {"vocab_size": 16384}),
+    ],
+)
+def test_the_plan_knows_the_peak_of_a_chunk(architecture: str, changes: dict[str, Any]) -> None:
+    planned, runtime = planned_and_tracked(architecture, 2048, chunk_tokens=512, **changes)
     peak, at_peak = runtime.allocations.peak_bytes, "\n".join(runtime.allocations.at_peak)
     assert planned == pytest.approx(peak, rel=0.05), f"planned {planned:,}, allocated {peak:,}:\n{at_peak}"
 

@@ -13,6 +13,7 @@ from tests.support.tracking_runtime import TrackingRuntime, count_losses_as_of_a
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.recipe import Matmul
+from horizon_server.records.execution import ActivationPlacement
 from horizon_server.store.layout import Packing
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ def steps(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> De
         folder=tmp_path,
         patch=monkeypatch,
     )
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt2"])
+def test_rows_in_chunks(architecture: str, placement: ActivationPlacement, steps: DeviceSteps) -> None:
+    steps.check_chunks(architecture, placement)
 
 
 @pytest.mark.parametrize("base", ["none", "int8", "nf4"])

@@ -297,6 +297,17 @@ def test_prompts_in_pieces_have_the_answers_and_scores_that_they_have_at_once(en
                 ]
 
 
+def test_prompts_are_computed_in_chunks_where_the_job_says_so(engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model("gemma2"))
+    whole, chunked = begin(model, model.store()), begin(model, model.store(), chunk_tokens=20)
+    prompts = [[*range(60)], *PROMPTS]
+    assert chunked.generate(prompts, options()) == whole.generate(prompts, options())
+    chunked.add([[9] * 100], options())
+    chunked.step()
+    if chunked._packs:
+        assert [one.num_computed for one in chunked._running] == [20]
+
+
 def test_a_long_prompt_does_not_keep_the_tokens_of_others_waiting(engine: Engine, begin: Begin) -> None:
     model = lively(engine.tiny_model("llama"))
     generator = begin(model, model.store())

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from horizon_server.engine.attention.adoption import try_implementation
+from horizon_server.engine.attention.chunked import ChunkedRow, RowChunk
 from horizon_server.engine.attention.function import attend
 from horizon_server.engine.attention.implementation import Heads, adopt, use_deterministic_kernels
 from horizon_server.engine.attention.kernels import attention, attention_backward
@@ -68,6 +69,38 @@ def test_outputs_and_gradients_are_those_of_a_mask(
         assert one is not None and other is not None
         with torch.no_grad():
             assert float((one.float() - other).norm() / other.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("shape", [(8, 2, 64, 64), (4, 4, 192, 128), (4, 2, 20, 20), (2, 1, 320, 320)], ids=str)
+def test_chunks_of_a_row_give_what_the_row_gives(shape: tuple[int, int, int, int], window: int) -> None:
+    documents, num_tokens = (40, 700, 92), 832
+    ends = torch.tensor([0, *accumulate(documents)])
+    whole = [tensor.requires_grad_() for tensor in inputs(*shape, num_tokens)]
+    query, key, value = whole
+    expected = attend(query, key, value, ends, window=window)
+    gradient = torch.randn_like(expected)
+    torch.autograd.backward(expected, gradient)
+
+    parts = [tensor.detach().requires_grad_() for tensor in whole]
+    kept = [torch.empty_like(tensor) for tensor in parts[1:]]
+    sums = (torch.zeros_like(kept[0], dtype=torch.float32), torch.zeros_like(kept[1], dtype=torch.float32))
+    outputs = {}
+    for first in range(0, num_tokens, 256):
+        stop = min(first + 256, num_tokens)
+        seen = max(int(end) for end in ends if end <= first)
+        chunk = RowChunk(number=first // 256, first=first, stop=stop, seen=seen, row_tokens=num_tokens, before=0)
+        inner = torch.tensor([first, *(int(end) for end in ends if first < end < stop), stop]) - first
+        row = ChunkedRow(chunk, inner, kept[0], kept[1], sums, block_tokens=256)
+        query, key, value = (tensor[:, :, first:stop] for tensor in parts)
+        outputs[first] = row.attend(query, key, value, scale=None, window=window, softcap=None, sinks=None)
+    for first in reversed(outputs):
+        torch.autograd.backward(outputs[first], gradient[:, first : first + 256])
+    found = torch.cat(list(outputs.values()), 1)
+    for one, other in [(found, expected), *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True))]:
+        assert one is not None and other is not None
+        with torch.no_grad():
+            assert float((one.float() - other.float()).norm() / other.float().norm()) < 2e-2
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -16,6 +16,7 @@ from horizon_server.engine.device.cuda_runtime import TorchCuda
 from horizon_server.engine.fp8 import check_supported
 from horizon_server.errors import InvalidSpec
 from horizon_server.recipe import Matmul
+from horizon_server.records.execution import ActivationPlacement
 from horizon_server.store.layout import Packing
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ def steps(
     tiny_model: Callable[..., TinyModel], start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> DeviceSteps:
     return DeviceSteps(new_device=CudaDevice, tiny_model=tiny_model, start=start, folder=tmp_path, patch=monkeypatch)
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt2"])
+def test_rows_in_chunks(architecture: str, placement: ActivationPlacement, steps: DeviceSteps) -> None:
+    steps.check_chunks(architecture, placement)
 
 
 @pytest.mark.parametrize("base", ["none", "int8", "nf4"])

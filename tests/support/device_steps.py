@@ -38,6 +38,7 @@ from horizon_server.errors import DoesNotFit
 from horizon_server.planning.gpu_compiler import compiler_environment, what_is_missing
 from horizon_server.planning.residency import has_frozen_table
 from horizon_server.recipe import Matmul
+from horizon_server.records.execution import ActivationPlacement
 from horizon_server.store.adamw import STATE_PLANES, AdamWStep, UnitStates, update_states
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.host_store import split_master
@@ -122,6 +123,10 @@ class DeviceSteps:
         for one, other in zip(host.tensors, there.tensors, strict=True):
             assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
         device.close()
+
+    def check_chunks(self, architecture: str, placement: ActivationPlacement) -> None:
+        """Rows in chunks, whose hidden states stay on the device, or come and go."""
+        self._check(self.tiny_model(architecture), chunk_tokens=8, activation_placement=placement)
 
     def check_fp8(self, architecture: str, matmul: Matmul = "fp8") -> None:
         """Products in FP8, which the host computes by hand: one of each kind, and a step."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import EMBEDDING, Activations, OffloadedActivations, Purpose
+from horizon_server.engine.chunk_trial import key_sizes
 from horizon_server.engine.chunked_keys import ChunkedKeys
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device, Event
@@ -42,7 +43,6 @@ from horizon_server.engine.step_pass import PassTokens, StepKey, StepPass, charg
 from horizon_server.engine.streamed_activations import StreamedActivations
 from horizon_server.engine.template import Template, VisitNorms
 from horizon_server.engine.unit_gradients import UnitGradients
-from horizon_server.errors import InvalidModel
 from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS, logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
@@ -92,7 +92,11 @@ class ForwardBackward:
         self.activations = self._make_activations(execution)
         self._paged = PagedLayers(template, device, stream, sink, recipe, self.activations)
         self._chunk_tokens = execution.chunk_tokens
-        self._keys = self._make_keys() if execution.chunk_tokens else None
+        self._keys: ChunkedKeys | None = None
+        if self._chunk_tokens:
+            assert not ranks.by_layers, "chunks of one row go up and down within a layer, on one rank"
+            sizes, num_skipped = key_sizes(template), template.layout.num_skipped_layers
+            self._keys = ChunkedKeys(device, sizes, num_skipped=num_skipped, chunk_tokens=self._chunk_tokens)
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
@@ -197,10 +201,12 @@ class ForwardBackward:
     def _run_forward(self, current: StepPass, enqueue_head: Callable[[StepPass, Tensor], None]) -> None:
         self._run(current, [*self._forward(current), (self._head, partial(enqueue_head, current))])
 
-    def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """What goes into the first layer and what comes out of the last; every rank gets all of it. Shapes: [N, D]
-        both."""
-        current = self._start(StepRows.single(micro_batches), "trial")
+    def hidden_states(
+        self, micro_batches: Sequence[MicroBatch], chunk_tokens: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into the first layer and what comes out of the last, with chunks of other sizes where that is
+        asked; every rank gets all of it. Shapes: [N, D] both."""
+        current = self._start(StepRows.single(micro_batches), "trial", chunk_tokens=chunk_tokens)
         self._run(current, self._forward(current))
         return self.activations.trial_ends
 
@@ -233,18 +239,6 @@ class ForwardBackward:
             return Activations(self._device, by_part=execution.chunk_tokens > 0, pages_experts=pages, **sizes)
         return OffloadedActivations(self._device, pages_experts=pages, **sizes)
 
-    def _make_keys(self) -> ChunkedKeys:
-        template = self._template
-        if problem := template.chunk_problem:
-            raise InvalidModel(f"model_type {template.config.model_type!r}: {problem}")
-        assert template.own_attention is not None, "no problem"
-        return ChunkedKeys(
-            self._device,
-            [sizes for (sizes,) in template.own_attention.keys],
-            num_skipped=template.layout.num_skipped_layers,
-            chunk_tokens=self._chunk_tokens,
-        )
-
     def open(self) -> None:
         """Have the device memory that `release` has freed."""
         self.activations.open()
@@ -261,7 +255,9 @@ class ForwardBackward:
         if self._keys is not None:
             self._keys.close()
 
-    def _start(self, rows: StepRows, purpose: Purpose, key: StepKey | None = None) -> StepPass:
+    def _start(
+        self, rows: StepRows, purpose: Purpose, key: StepKey | None = None, *, chunk_tokens: int | None = None
+    ) -> StepPass:
         by_rows, ranks = self._template.embeds_by_rows, self._ranks
         num_lanes = len(rows.lanes)
         # A pass of one lane is computed by all ranks.
@@ -271,11 +267,12 @@ class ForwardBackward:
         lanes = range(num_lanes) if ranks.by_layers else of_ranks[ranks.rank]
         # Before the tokens take memory: a step that is too large is refused by its account, with the numbers.
         self.activations.reserve(max(1, sum(micro_batch.num_tokens for micro_batch in rows.of(lanes))))
-        layers = edges = self._pass_tokens(rows, lanes, key)
+        chunk_tokens = self._chunk_tokens if chunk_tokens is None else chunk_tokens
+        layers = edges = self._pass_tokens(rows, lanes, key, chunk_tokens)
         exchange = backward_exchange = None if ranks.is_alone else self._row_exchange(rows)
         edges_of_ranks = [range(0)] * ranks.num_ranks
         if ranks.by_layers:
-            edges = self._pass_tokens(rows, of_ranks[ranks.rank], key)
+            edges = self._pass_tokens(rows, of_ranks[ranks.rank], key, chunk_tokens)
             if self._owned_rows is not None:
                 exchange = RowExchange.between([rows.rows_in_use(lanes)] * ranks.num_ranks, ranks, self._owned_rows)
             if purpose != "trial":
@@ -302,14 +299,14 @@ class ForwardBackward:
             generator=self._device.generator if self._template.draws_random_numbers else None,
         )
 
-    def _pass_tokens(self, rows: StepRows, lanes: range, key: StepKey | None) -> PassTokens:
+    def _pass_tokens(self, rows: StepRows, lanes: range, key: StepKey | None, chunk_tokens: int) -> PassTokens:
         by_rows, has_noise = self._template.embeds_by_rows, key is not None and self._recipe.neftune_noise_alpha
         return PassTokens(
             tokens=StepTokens.of(
                 [rows.lanes[lane] for lane in lanes],
                 self._device,
                 num_rows=None if by_rows else self._template.vocab_size,
-                chunk_tokens=self._chunk_tokens,
+                chunk_tokens=chunk_tokens,
             ),
             lanes=lanes,
             num_lanes=len(rows.lanes),

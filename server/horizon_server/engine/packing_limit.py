@@ -71,34 +71,47 @@ def supports_packing(hidden_states: HiddenStates, *, vocab_size: int, compute_dt
     The error counts relative to what the layers add to the hidden state, so that a large residual cannot hide it.
     """
 
-    def row(documents: list[Tensor]) -> MicroBatch:
-        lengths = tuple(document.numel() for document in documents)
-        return MicroBatch(
-            input_ids_T=torch.cat(documents),
-            position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
-            labels_T=torch.full((sum(lengths),), IGNORED_LABEL),
-            document_lengths=lengths,
-        )
-
-    generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(vocab_size, (n,), generator=generator) for n in _PROBE_LENGTHS]
-    apart = [row([document]) for document in documents]
+    documents = random_documents(vocab_size, *_PROBE_LENGTHS)
+    apart = [trial_row([document]) for document in documents]
 
     def added_by(rows: list[MicroBatch]) -> Tensor:
         inputs_ND, outputs_ND = hidden_states(rows)
         return (outputs_ND - inputs_ND).float()
 
     # The first half is the packed row, the second the same documents in rows of their own.
-    packed_ND, apart_ND = added_by([row(documents), *apart]).chunk(2)
+    packed_ND, apart_ND = added_by([trial_row(documents), *apart]).chunk(2)
+    # Packed and single rows may run in different kernels of attention.
+    return is_rounding(packed_ND, apart_ND, lambda: added_by(apart), compute_dtype)
+
+
+def random_documents(vocab_size: int, *lengths: int) -> list[Tensor]:
+    """Tokens of a trial's documents, always the same. Shapes: [T] each."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def trial_row(documents: list[Tensor]) -> MicroBatch:
+    """A row of them, on which nothing is trained."""
+    lengths = tuple(document.numel() for document in documents)
+    return MicroBatch(
+        input_ids_T=torch.cat(documents),
+        position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
+        labels_T=torch.full((sum(lengths),), IGNORED_LABEL),
+        document_lengths=lengths,
+    )
+
+
+def is_rounding(found_ND: Tensor, wanted_ND: Tensor, again: Callable[[], Tensor], compute_dtype: torch.dtype) -> bool:
+    """Whether two results differ by rounding alone; `again` makes what is wanted once more, by other kernels."""
     # Never divided: layers of weights that are not finite, or of zeros, add nothing that could be divided by.
-    size = float(apart_ND.norm())
-    error, tolerance = float((packed_ND - apart_ND).norm()), _PROBE_TOLERANCE[compute_dtype] * size
+    size = float(wanted_ND.norm())
+    error, tolerance = float((found_ND - wanted_ND).norm()), _PROBE_TOLERANCE[compute_dtype] * size
     if error <= tolerance or compute_dtype == torch.float32:
         return error <= tolerance
-    # Packed and single rows may run in different kernels of attention, and in a deep model their rounding alone adds up
-    # to more than that: two kernels on the same rows, which cannot mix documents, show how much.
+    # In a deep model the rounding of other kernels alone adds up to more than that: two kernels on the same rows, which
+    # can mix nothing, show how much.
     with sdpa_kernel(SDPBackend.MATH), without_fused_kernels():
-        noise = float((added_by(apart) - apart_ND).norm())
+        noise = float((again() - wanted_ND).norm())
     return error <= min(_TIMES_NOISE * noise, _MOST_NOISE * size)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from horizon_server.engine.activations import Activations, EdgeVisit, EdgeWork
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.planning.ledger import NUM_STREAMED_SLOTS, num_shared_planes, plane_elements_of
+from horizon_server.planning.ledger import CHUNK_TRIAL_TOKENS, NUM_STREAMED_SLOTS, num_shared_planes, plane_elements_of
 
 _INPUT, _OUTPUT = 0, 1
 
@@ -35,7 +35,7 @@ class StreamedActivations(Activations):
             hidden_size=hidden_size,
             num_planes=NUM_STREAMED_SLOTS,
         )
-        self._slot_tokens = slot_tokens
+        self._slot_tokens = max(slot_tokens, CHUNK_TRIAL_TOKENS)
         self._host: Tensor | None = None
         self._stride = 0
         # How often each kind of slot was taken, what the next use of a slot waits for, and the copies down.

@@ -304,19 +304,6 @@ class Template:
         return self.own_attention is None
 
     @property
-    def chunk_problem(self) -> str:
-        """Why the layers cannot compute a row in chunks of its tokens; empty where they can, as far as can be seen
-        without weights."""
-        own = self.own_attention
-        if own is None:
-            return f"its attention is not the engine's own ({self.keeps_masks}), which train.chunk_tokens needs"
-        if not own.is_everywhere:
-            return "some layers keep a state from token to token, and train.chunk_tokens needs attention in all"
-        if any(len(of_layer) != 1 for of_layer in own.keys):
-            return "a layer attends more than once, which train.chunk_tokens does not allow"
-        return ""
-
-    @property
     def groups(self) -> dict[int, nn.Module]:
         """The module that runs each group of equal layers, by the first of them. It has no storage."""
         return {group: self._layers[group] for group in self.layer_groups}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from horizon_server.engine.attention.adoption import adopt_for_hopper
 from horizon_server.engine.attention.implementation import use_deterministic_kernels
+from horizon_server.engine.chunk_trial import ChunkTrial
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.device_states import DeviceStates
@@ -140,6 +141,8 @@ class Trainer:
             compiled=compiled or CompiledLayers(template),
             ranks=ranks,
         )
+        self._chunk_trial = ChunkTrial(template, device, self._forward_backward.hidden_states, execution.chunk_tokens)
+        self._is_released = False
         # Now, so that a job that does not fit fails before its first step.
         share = 1.0 if ranks.by_layers else len(ranks.lanes(execution.lanes)[ranks.rank]) / execution.lanes
         self._forward_backward.activations.reserve(math.ceil(share * recipe.tokens_per_step))
@@ -581,6 +584,7 @@ class Trainer:
         `micro_batch_tokens`, whatever row they came in: short rows are joined, as many products of small matrices take
         longer, and long ones of short documents divided, as they would fall out of the caches."""
         num_lanes = self._execution.lanes
+        self._chunk_trial.check(max(row.num_tokens for row in rows))
         if num_lanes == 1:
             return StepRows.single(self._parts(rows))
         # Rows of models that mix documents were taken apart before.
@@ -592,11 +596,8 @@ class Trainer:
         return StepRows(lanes=tuple(tuple(self._parts(lane)) for lane in lanes))
 
     def _parts(self, rows: list[MicroBatch]) -> list[MicroBatch]:
-        template, limit = self._template, self._execution.micro_batch_tokens
-        # Short rows are not joined to one that would be divided again.
-        limit = min(limit, self._execution.chunk_tokens or limit)
-        if template.packing_limit is not None:
-            limit = min(limit, template.packing_limit)
+        template, joined = self._template, self._execution.joined_tokens
+        limit = joined if template.packing_limit is None else min(joined, template.packing_limit)
         # Of models with masks over all pairs, which would cost more than larger products save, rows stay as they are.
         if not limit or template.needs_masks or not rows:
             return rows

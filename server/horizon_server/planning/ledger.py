@@ -59,6 +59,9 @@ from horizon_server.store.layout import (
 NUM_STREAMED_SLOTS = 4
 """Parts of a step whose hidden states are on the device at a time, where they come by chunk."""
 
+CHUNK_TRIAL_TOKENS = 48
+"""Of the row that a model is tried with before it computes chunks."""
+
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
 
@@ -470,7 +473,7 @@ def _activation_elements(
         return 2 * elements, 0
     if execution.chunk_tokens and execution.activation_placement == "host":
         # Parts come and go; on the host the input of every layer, and the last output, which becomes the gradient.
-        slot_tokens = min(execution.chunk_tokens, tokens_per_step)
+        slot_tokens = min(max(execution.chunk_tokens, CHUNK_TRIAL_TOKENS), tokens_per_step)
         host_elements = num_shared_planes(num_layers) * plane_elements_of(tokens_per_step, model.hidden_size)
         return NUM_STREAMED_SLOTS * slot_tokens * model.hidden_size, host_elements
     if execution.activation_placement == "device":

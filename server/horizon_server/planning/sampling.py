@@ -119,11 +119,12 @@ def with_answers(ledger: Ledger, spec: JobSpec, folder: ModelFolder) -> Ledger:
     """The ledger of a job with the host memory that the answers of its evaluations take, where it asks for any.
 
     Weights in flight are in the place of those of training. The rest is the cache, and what a layer computes with on
-    the longest prompt.
+    the longest prompt, or a chunk of it.
     """
     if spec.eval.generate is None:
         return ledger
     shape, length = folder.shape, spec.train.sequence_length
+    length = min(length, spec.train.chunk_tokens or length)
     # A mask and its form before; scores of every head where attention is not fused, twice for their softmax.
     pairs = length * length * (_FP32 + 1 + 2 * shape.num_score_planes * _FP32)
     rows = length * (4 * shape.intermediate_size + 8 * shape.hidden_size) * _FP32

@@ -166,6 +166,11 @@ class Execution:
         """Ranks, and so devices, on each machine."""
         return self.num_ranks // self.num_nodes
 
+    @property
+    def joined_tokens(self) -> int:
+        """Up to how many tokens short documents are computed together: no more than are computed at once."""
+        return min(self.micro_batch_tokens, self.chunk_tokens or self.micro_batch_tokens)
+
     def on(self, number: int, what: Literal["gpus", "nodes"]) -> Execution:
         """The same on that number of devices of each node, or of nodes with as many devices each."""
         if what == "gpus":

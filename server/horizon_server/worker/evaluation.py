@@ -199,7 +199,7 @@ class _Answers:
         self._template = generation_template(
             lambda own: Template.from_folder(folder.path, layout=folder.layout, recipe=recipe, own_attention=own)
         )
-        self._cache_bytes = cache_limit_bytes(spec, folder)
+        self._cache_bytes, self._chunk_tokens = cache_limit_bytes(spec, folder), spec.train.chunk_tokens or 0
         codec = TextCodec.from_folder(folder.path)
         self._decode = codec.tokenizer.decode
         stops = stop_tokens(folder.path, codec) | frozenset(answer_ends)
@@ -232,7 +232,7 @@ class _Answers:
         """The answer to every prompt, greedy. `before_token` is called between two tokens of the batch, and may
         raise."""
         if self._generator is None:
-            self._generator = TokenGenerator(self._template, self._store, self._device)
+            self._generator = TokenGenerator(self._template, self._store, self._device, chunk_tokens=self._chunk_tokens)
         tokens: list[list[int]] = [[] for _ in self._prompts]
         ended = [""] * len(self._prompts)
         for batch in self._batches(self._generator):

@@ -25,7 +25,9 @@ class SessionSampler:
         )
         self._codec = TextCodec.from_folder(folder.path)
         self._stops = stop_tokens(folder.path, self._codec)
-        self._generator = TokenGenerator(template, set_up.store, set_up.device)
+        self._generator = TokenGenerator(
+            template, set_up.store, set_up.device, chunk_tokens=request.plan.execution.chunk_tokens
+        )
 
     def answer(self, call: Sample) -> Sampled:
         """Answer the prompts of a call.

@@ -74,7 +74,8 @@ class TokenGenerator:
 
     What is kept of sequences is on the device where it fits beside the weights in flight, else in host memory: then
     each layer's part is copied to the device for its call and back, which changes the speed only. `residency` says
-    which weights stay on the device. Thread: one driving thread.
+    which weights stay on the device. A pass computes at most `chunk_tokens` of prompts, where they are one row; 0 is
+    no limit. Thread: one driving thread.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class TokenGenerator:
         *,
         num_weight_slots: int = NUM_SLOTS,
         residency: Residency = NOTHING_STAYS,
+        chunk_tokens: int = 0,
     ) -> None:
         """Try on the real weights whether the model can be computed token by token.
 
@@ -92,7 +94,7 @@ class TokenGenerator:
             InvalidModel: the layers compute something else token by token.
             DoesNotFit: the device has no room for the weights in flight.
         """
-        self._template, self._store, self._device = template, store, device
+        self._template, self._store, self._device, self._chunk_tokens = template, store, device, chunk_tokens
         own = template.own_attention
         assert own is None or own.is_everywhere, "made by generation_template"
         self._packs = own is not None
@@ -252,8 +254,9 @@ class TokenGenerator:
         # The caller may have released it after the last token.
         self._take_device()
         running = [one for one in self._running if one.ticket not in held and not one.waits]
-        if most_prompt_tokens is not None and self._packs:
-            running = in_pieces(running, most_prompt_tokens)
+        most = [number for number in (most_prompt_tokens, self._chunk_tokens) if number]
+        if most and self._packs:
+            running = in_pieces(running, min(most))
         if not running:
             return []
         found = self._pass(running)

@@ -1,0 +1,162 @@
+"""Rows in chunks (`train.chunk_tokens`): what they cost in time, and what long documents are forecast to take.
+
+Steps of one document, computed as a whole and in chunks, take turns on the host device in fp32, so that what the
+machine does besides meets both.
+
+python -m bench.chunked_rows                  # steps against each other
+python -m bench.chunked_rows --forecast       # the table of docs/performance.md: one document on one H100
+
+The forecast is the planner's: no GPU has confirmed it. A test keeps the page equal to what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import Qwen3Config
+
+from bench.forecast import model_7b, model_of
+from bench.models import random_store
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import Trainer
+from horizon_server.planning.gpus import estimated_rates
+from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
+
+NUM_THREADS = 2
+CHUNK_TOKENS = 16384
+_HOST_BYTES_PER_S = 200e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A row of the forecast's table."""
+
+    title: str
+    folder: ModelFolder
+    tokens: int
+
+
+def documents() -> tuple[Document, ...]:
+    """Those that the table shows."""
+    small = model_7b()
+    large = model_of(hidden=8192, inner=28672, layers=80, heads=64, key_heads=8, vocabulary=128256)
+    return (
+        Document(title="7B, 128k tokens", folder=small, tokens=1 << 17),
+        Document(title="7B, 1M", folder=small, tokens=1 << 20),
+        Document(title="70B, 128k", folder=large, tokens=1 << 17),
+        Document(title="70B, 1M", folder=large, tokens=1 << 20),
+    )
+
+
+def table() -> list[str]:
+    """Device and host memory and time of a step over one document, as lines of Markdown."""
+    lines = [
+        "| one document on one H100 | device, whole | device, in chunks of 16k | of it keys, values, gradients | "
+        "host: hidden states + keys and values | step: dense + attention | tokens/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for document in documents():
+        recipe = Recipe(learning_rate=1e-5, tokens_per_step=document.tokens, sequence_length=document.tokens)
+        whole = Execution(
+            device_kind="cuda",
+            compute_dtype="bfloat16",
+            grad_bytes=2,
+            micro_batch_tokens=CHUNK_TOKENS,
+            activation_placement="host",
+        )
+        chunked = replace(whole, chunk_tokens=CHUNK_TOKENS)
+        at_once, by_chunk = (plan_memory(document.folder, recipe, execution) for execution in (whole, chunked))
+        shape = document.folder.shape
+        keys_bytes = document.tokens * shape.key_value_elements
+        kept_bytes = shape.num_hidden_layers * keys_bytes * 2
+        rates = estimated_rates("h100", host_bytes_per_s=_HOST_BYTES_PER_S)
+        work = work_of_step(document.folder, recipe, chunked, facts=TODAY)
+        step_s = predict_step(work, rates, shares_processors=False).step_s
+        without = predict_step(_without_attention(work), rates, shares_processors=False).step_s
+        lines.append(
+            f"| {document.title} | {at_once.device_total_bytes / 1e9:,.0f} GB | "
+            f"{by_chunk.device_total_bytes / 1e9:,.0f} GB | {keys_bytes * (2 + 4) / 1e9:,.1f} GB | "
+            f"{(by_chunk.host_bytes['activations'] - kept_bytes) / 1e9:,.0f} + {kept_bytes / 1e9:,.0f} GB | "
+            f"{without:,.0f} + {step_s - without:,.0f} s | {document.tokens / step_s:,.0f} |"
+        )
+    return lines
+
+
+def _without_attention(work: StepWork) -> StepWork:
+    return replace(work, layer=replace(work.layer, attention_flops=0.0))
+
+
+def measure(row_tokens: int, rounds: int) -> list[str]:
+    """Steps of one document of so many tokens, in chunks against as a whole, as lines of Markdown."""
+    config = Qwen3Config(
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=1024,
+        max_position_embeddings=row_tokens,
+    )
+    template = Template.from_config(config)
+    row = MicroBatch(
+        input_ids_T=torch.randint(1024, (row_tokens,)),
+        position_ids_T=torch.arange(row_tokens),
+        labels_T=torch.randint(1024, (row_tokens,)),
+        document_lengths=(row_tokens,),
+    )
+    sizes = (0, row_tokens, row_tokens // 2, row_tokens // 4, row_tokens // 8)
+    trainers = {size: _trainer(template, size) for size in sizes}
+    seconds: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+    for index in range(rounds + 1):
+        for size in sizes:
+            start_s, start_processor_s = time.perf_counter(), time.process_time()
+            trainers[size].train_step([row])
+            trainers[size].flush()
+            # The first round finds room for everything.
+            if index:
+                seconds[size].append((time.perf_counter() - start_s, time.process_time() - start_processor_s))
+    lines = [
+        f"| a row of {row_tokens:,} tokens | step | chunks / whole, median of {rounds} | by processor seconds |",
+        "| --- | --- | --- | --- |",
+    ]
+    for size in sizes:
+        step_s = statistics.median(step_s for step_s, _ in seconds[size])
+        ratios = [
+            statistics.median(one[kind] / whole[kind] for one, whole in zip(seconds[size], seconds[0], strict=True))
+            for kind in (0, 1)
+        ]
+        name = f"chunks of {size:,}" if size else "whole"
+        lines.append(f"| {name} | {step_s:.2f} s | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    return lines
+
+
+def _trainer(template: Template, chunk_tokens: int) -> Trainer:
+    execution = Execution(optimizer_threads=NUM_THREADS, chunk_tokens=chunk_tokens)
+    device = HostDevice(num_threads=NUM_THREADS)
+    return Trainer(template, random_store(template), device, Recipe(learning_rate=1e-5), execution, num_steps=100)
+
+
+def main() -> None:
+    """Print the measurement, or the forecast."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forecast", action="store_true", help="print the forecast for one H100")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the row that is measured; default %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
+    arguments = parser.parse_args()
+    print("\n".join(table() if arguments.forecast else measure(arguments.tokens, arguments.rounds)))
+
+
+if __name__ == "__main__":
+    main()
