@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.support.daemon_process import DaemonProcess, wait_for_state, wait_for_step
 from tests.support.drives import drive_folders
-from tests.support.pushed_state import PushedState
+from tests.support.pushed_state import MODEL, PushedState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from horizon_client.errors import InvalidSpec
@@ -44,7 +44,7 @@ def folders(tmp_path: Path) -> tuple[str, ...]:
 @pytest.fixture
 def daemon(tmp_path: Path, pushed: PushedState, folders: tuple[str, ...]) -> Iterator[DaemonProcess]:
     running = pushed.daemon(tmp_path / "state")
-    running._settings |= {"tier_dirs": list(folders), "tier_endurance_bytes": 10**15, "on_sigterm": "leave"}
+    running._settings |= {"tier_dirs": ",".join(folders), "tier_endurance_bytes": 10**15, "on_sigterm": "leave"}
     running.start()
     try:
         yield running
@@ -75,7 +75,7 @@ def model(tmp_path: Path, pushed: PushedState) -> Path:
     return folder
 
 
-def spec_of(name: str, **memory: Any) -> dict[str, Any]:
+def spec_of(name: str, **memory: Any) -> Any:
     return {
         "name": name,
         "model": "deep",
@@ -151,7 +151,7 @@ def test_a_drive_that_fails_ends_its_job_alone_and_the_job_continues_elsewhere(
         flag.unlink()
         other = tmp_path / "other-drive"
         other.mkdir()
-        limit_memory(daemon, needed - SHORT_BYTES, tier_dirs=[str(other)])
+        limit_memory(daemon, needed - SHORT_BYTES, tier_dirs=str(other))
         client.jobs.resume(job.job_id)
         done = wait_for_state(client, job.job_id, "SUCCEEDED", "FAILED")
         assert done.state == "SUCCEEDED", done.message
@@ -160,8 +160,9 @@ def test_a_drive_that_fails_ends_its_job_alone_and_the_job_continues_elsewhere(
 
 def test_a_daemon_without_drives_says_so(daemon: DaemonProcess, tmp_path: Path) -> None:
     daemon.kill()
-    daemon._settings |= {"tier_dirs": [str(tmp_path / "gone"), "/dev/shm"]}
+    daemon._settings |= {"tier_dirs": f"{tmp_path}/gone,/dev/shm"}
     daemon.start()
     assert "gone" in daemon.log() and "there is no such folder" in daemon.log() and "tmpfs" in daemon.log()
+    spec: Any = {**spec_of("j", tier="drive"), "model": MODEL}
     with daemon.client(daemon.user("ada")) as client, pytest.raises(InvalidSpec, match="no drive for it"):
-        client.jobs.plan({**spec_of("j", tier="drive"), "model": "demo-model"})
+        client.jobs.plan(spec)
