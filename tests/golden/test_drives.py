@@ -57,7 +57,7 @@ def assert_same_state(one: HostStore, other: HostStore) -> None:
         assert torch.equal(values, theirs[name]), f"{name} differs"
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "clipping": {},
     "updates in backward": {"max_grad_norm": None},
     "bf16, low halves too": {"dtype": torch.bfloat16},

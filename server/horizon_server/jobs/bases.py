@@ -70,10 +70,10 @@ class Bases:
         with ExitStack() as lent:
             planes = lent.enter_context(lent_memory(plan.plane_bytes))
             # On a thread: file systems take a while to allocate the space.
-            files = lent_files(drives.folders, plan.drive_file_bytes)
-            planes |= await asyncio.to_thread(lent.enter_context, files)
+            making = lent_files(drives.folders, plan.drive_file_bytes)
+            files = await asyncio.to_thread(lent.enter_context, making)
             base = {} if plan.base is None else {PLANE: await self._lent(plan.base, job_id)}
-            yield planes | base
+            yield planes | files | base
 
     def take_over(self, job: JobRecord, planes: Mapping[str, int]) -> None:
         """Keep the base among the planes that a worker of an earlier daemon has brought."""

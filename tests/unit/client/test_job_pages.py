@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 
 from horizon_client.cli.job_views import advice_lines, data_text, event_line, plan_page
-from horizon_client.resources import DeviceRange, MemoryPlan, MessageEvent, PredictedWays, PrepareEvent, SharedBase
+from horizon_client.resources import (
+    DeviceRange,
+    DriveUse,
+    MemoryPlan,
+    MessageEvent,
+    PredictedWays,
+    PrepareEvent,
+    SharedBase,
+)
 
 REPORT = {"rows": 7473, "tokens": 1_200_000, "trained_tokens": 700_000, "truncated_rows": 0, "sequence_length": 1024}
 
@@ -78,6 +86,7 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         parallel=parallel,
         ways=ways,
         base=None,
+        drives=None,
     )
     assert f"computed on cuda in bfloat16 by 2 devices in 8 lanes{wanted}\n" in plan_page(plan)
     span = DeviceRange(least=1, most=4, host_bytes=3 << 30, device_bytes=0)
@@ -86,6 +95,16 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
     assert f"in 8 lanes{wanted.removesuffix(': it fits')}{kept}\n" in page
     nodes = ", planned for 1 of 1 to 4 nodes (3.0 GiB of this node's memory are kept for any number of them): it fits"
     assert f"{wanted.removesuffix(': it fits')}{nodes}\n" in plan_page(dataclasses.replace(plan, node_range=span))
+    use = DriveUse(
+        num_layers=3,
+        num_bytes=3 << 30,
+        num_drives=2,
+        written_bytes=6 << 30,
+        endurance_bytes=60 << 30,
+        endurance_share=0.1,
+    )
+    text = "states of 3 layers (3.0 GiB), read and written once a step; the job writes 6.0 GiB, 10.00% of what"
+    assert f"it fits\non drives: {text} the drives are rated for\n" in plan_page(dataclasses.replace(plan, drives=use))
     base = SharedBase(num_bytes=3 << 30, num_jobs=0, key="base")
     text = "\nbase: 3.0 GiB, in memory once for all jobs on it"
     assert f"it fits{text}\n" in plan_page(dataclasses.replace(plan, base=base))

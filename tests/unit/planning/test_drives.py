@@ -127,7 +127,7 @@ def test_a_job_that_does_not_fit_is_told_of_drives(folder: Path) -> None:
 @given(short=st.integers(1, 200 * MIB), clips=st.booleans(), dtype=st.sampled_from(["float32", "bfloat16"]))
 @runs(max_examples=60)
 def test_taking_the_advice_fits(folder: Path, short: int, clips: bool, dtype: str) -> None:
-    spec = spec_of(compute_dtype=dtype, **({} if clips else {"max_grad_norm": None}))
+    spec = spec_of(compute_dtype=dtype, max_grad_norm=1.0 if clips else None)
     limit = needed(folder, spec) - short
     advised = "memory.tier: drive" in plan(folder, spec, limit).message
     assert plan(folder, on_drives(spec), limit).fits == advised

@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_updates_in_order_are_read_ahead_and_written_behind(layout: StoreLayout,
         for step in range(3):
             states.read_ahead()
             for unit in on.units:
-                with states.updating(unit, lambda unit=unit: done.append(unit)):
+                with states.updating(unit, partial(done.append, unit)):
                     for plane in on.planes:
                         values = states.view(unit, plane, torch.float32)
                         assert (values == step * unit).all()
