@@ -87,7 +87,7 @@ for the `host` device, bf16 model folders, `sequence_length: {SEQUENCE_LENGTH}` 
 `horizond plan job.yaml --model-dir FOLDER` gives the figures of any model folder and job on this very machine, and
 `horizond doctor` says how large a model it can train.
 
-| model | parameters | RAM, clipping | no clipping | compressed | last {LAST_LAYERS} layers | LoRA (weights) | checkpoint |
+| model | parameters | RAM, clipping | no clipping | compressed | last {LAST_LAYERS} | LoRA (weights) | checkpoint |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
