@@ -81,7 +81,14 @@ _specs = st.fixed_dictionaries(
         "gpus": st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
         "nodes": st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
         "eval_fraction": _doubles,
-        "memory": st.fixed_dictionaries({"experts": st.sampled_from(["whole", "paged"])}),
+        "memory": st.fixed_dictionaries(
+            {},
+            optional={
+                "tier": st.sampled_from(["ram", "drive"]),
+                "accept_wear": st.booleans(),
+                "experts": st.sampled_from(["whole", "paged"]),
+            },
+        ),
         "report_to": st.lists(_names, min_size=1, max_size=3),
         "eval": st.fixed_dictionaries(
             {},
@@ -168,7 +175,6 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "best_by": "b.c.loss",
         },
         "limits": {"max_hours": 1.5, "max_steps": 7},
-        "memory": {"experts": "paged"},
         "report_to": ["mlflow", "tensorboard"],
         "dpo": {"beta": 0.2, "loss": "hinge", "label_smoothing": 0.1, "length_normalised": True},
         "ipo": {"beta": 0.3, "length_normalised": False},
@@ -177,7 +183,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
         "kto": {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 2.0},
         "policy": {"clip": False, "clip_low": 0.1, "clip_high": 0.3, "kl_coefficient": 0.04, "mean": "documents"},
         "session": {"idle_minutes": 3.0},
-        "memory": {"tier": "ram", "accept_wear": True},
+        "memory": {"tier": "ram", "accept_wear": True, "experts": "paged"},
     }
     wire = spec_to_proto(full)
     assert {f.name for f, _ in wire.ListFields()} == {f.name for f in job_pb2.JobSpec.DESCRIPTOR.fields}
