@@ -74,7 +74,6 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         compute_dtype="bfloat16",
         hint="",
         kept=None,
-        drives=None,
         num_trained_parameters=10,
         references=None,
         warnings=(),
