@@ -19,8 +19,8 @@ from horizon_server.engine.compiled.layers import call_patterns
 from horizon_server.engine.compiled.package import LayerCode, build_package
 from horizon_server.engine.compiled.sums import sum_products
 from horizon_server.engine.compiled.trial import try_layer
+from horizon_server.planning.elementwise import copied_bytes
 from horizon_server.planning.model_folder import ModelShape
-from horizon_server.planning.step_work import copied_bytes
 
 # Gradients of gate and up, and of queries, keys and values.
 SUMS = {

@@ -14,7 +14,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DriveRates
 from horizon_server.records.execution import Execution, OnDrives
-from horizon_server.records.plan import DriveUse, StepPrediction
+from horizon_server.records.plan import DriveUse
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec
 from horizon_server.store.adapters import MAGNITUDE
@@ -123,12 +123,6 @@ def check_wear(spec: JobSpec, use: DriveUse | None, drives: NodeDrives | None) -
         "memory.accept_wear",
         f"the job has on drives the {use.text}; {problem}: say memory.accept_wear: true if it may wear them",
     )
-
-
-def advice(use: DriveUse, prediction: StepPrediction | None) -> str:
-    """That a job would fit with drives, with what that costs."""
-    step = "" if prediction is None else f", {prediction.step_s:,.3g} s a step"
-    return f"it would fit with memory.tier: drive ({use.text}{step})"
 
 
 def _leaves_lo_alone(folder: ModelFolder, execution: Execution) -> bool:

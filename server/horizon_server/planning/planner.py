@@ -12,6 +12,8 @@ from typing import Any
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.network import interface_of
+from horizon_server.planning.asked import lanes_of, with_spec
+from horizon_server.planning.case import Case
 from horizon_server.planning.chunks import check_chunks
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.drives import NodeDrives, check_drives, check_wear, drive_use
@@ -35,7 +37,7 @@ from horizon_server.planning.nodes import check_exact, check_nodes, link_speed
 from horizon_server.planning.pages import check_pages
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
-from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
+from horizon_server.planning.settling import MAX_PLAN_BYTES, settle, settle_range
 from horizon_server.planning.spec_warnings import keeping_everything, of_lanes, spec_warnings
 from horizon_server.planning.trainable import open_for_training, shared_base
 from horizon_server.records.execution import (
@@ -53,16 +55,12 @@ from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout
 from horizon_server.store.generations import lent_planes
-from horizon_server.store.pages import MOST_PAGE_ELEMENTS
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
 
 _GIGA = 1e9
 _GIGABIT_BYTES = 1e9 / 8
-
-# Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.
-_DEFAULT_LANES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,16 +239,11 @@ class Planner:
             device_kind="cuda",
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
-            grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
-            adds_up=spec.is_session,
-            expert_page_elements=_page_elements(spec),
-            chunk_tokens=spec.train.chunk_tokens or 0,
             num_ranks=spec.nodes.least * spec.gpus.most,
             num_nodes=spec.nodes.least,
-            wire=spec.train.wire,
-            lanes=_lanes(spec),
             num_threads=self._num_threads,
         )
+        execution = with_spec(execution, spec)
         limit_bytes = MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
         return self._planned(spec, folder, execution, limit_bytes, rates=rates, data=data)
 
@@ -320,7 +313,7 @@ class Planner:
         Raises: InvalidModel, InvalidSpec as `plan`.
         """
         # By one process, in the job's lanes: sums of losses are in their order.
-        lanes = _lanes(spec)
+        lanes = lanes_of(spec)
         spec = spec.model_copy(update={"device": "host", "gpus": Span(), "nodes": Span()})
         folder = evaluated_folder(path, spec.train)
         together = micro_batch_tokens(folder.shape.hidden_size, "host")
@@ -487,15 +480,13 @@ class Planner:
                 "device: host"
             )
             raise InvalidSpec.of("train.compute_dtype", what)
-        return Execution(
+        execution = Execution(
             device_kind=device_kind,
             compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
             gpu=gpu_uuids(gpus) if device_kind == "cuda" else "",
             num_ranks=num_nodes * num_devices,
             num_nodes=num_nodes,
-            wire=spec.train.wire,
-            lanes=_lanes(spec),
             deals_lanes=differ and spec.nodes.most == 1,
             num_threads=num_threads,
             optimizer_threads=update_threads(num_updating, device_kind=device_kind),
@@ -503,11 +494,8 @@ class Planner:
             numa_nodes=numa_nodes_of(gpus, self._numa_nodes)
             if self._settings.numa_interleave and num_nodes == 1
             else (),
-            grad_bytes=_grad_bytes(spec, compute_dtype),
-            adds_up=spec.is_session,
-            expert_page_elements=_page_elements(spec),
-            chunk_tokens=spec.train.chunk_tokens or 0,
         )
+        return with_spec(execution, spec)
 
     def _check_devices(self, gpus: Span, kind: DeviceKind) -> None:
         """Raises InvalidSpec where a job asks for more devices of the kind than this node has."""
@@ -560,24 +548,6 @@ class Planner:
         )
 
 
-def _lanes(spec: JobSpec) -> int:
-    """The parts that a step is divided into, on whatever number of nodes and devices. Raises InvalidSpec where a device
-    would have none."""
-    most = spec.nodes.most * spec.gpus.most
-    lanes, gpus, least = spec.train.lanes, spec.gpus, 1 << (most - 1).bit_length()
-    if lanes is None:
-        return 1 if most == 1 else max(_DEFAULT_LANES, least)
-    if lanes < most:
-        of_nodes = f" on {spec.nodes.plain} nodes" if spec.nodes.most > 1 else ""
-        instead = f" or gpus: {gpus.at_most(lanes).plain}" if spec.nodes.most == 1 else ""
-        what = (
-            f"train.lanes is {lanes} and gpus is {gpus.plain}{of_nodes}, and each device computes one lane at least; "
-            f"use train.lanes: {least}{instead}"
-        )
-        raise InvalidSpec.of("train.lanes", what)
-    return lanes
-
-
 def _check_names(asked: Span, gpus: Sequence[Accelerator]) -> None:
     """Raises InvalidSpec where a job has several GPUs and the driver names no UUIDs for its ranks to find them by."""
     if len(gpus) > 1 and not gpu_uuids(gpus):
@@ -586,16 +556,3 @@ def _check_names(asked: Span, gpus: Sequence[Accelerator]) -> None:
             "(MIG): all processes would compute on the first one; use gpus: 1"
         )
         raise InvalidSpec.of("gpus", what)
-
-
-def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:
-    """Of one stored gradient; none is stored where no clipping waits for the norm. Those of a session's calls add up,
-    which bf16 does not survive."""
-    if spec.is_session:
-        return ELEMENT_BYTES["float32"]
-    return 0 if spec.train.max_grad_norm is None else ELEMENT_BYTES[compute_dtype]
-
-
-def _page_elements(spec: JobSpec) -> int:
-    """Of a page of experts; 0 where layers are whole."""
-    return MOST_PAGE_ELEMENTS if spec.memory.experts == "paged" else 0

@@ -1,162 +1,25 @@
 """Settles how a job runs on devices that are given: how they divide a step, where layer inputs wait, what stays on the
-device; and says why it does not fit. Loads no torch."""
+device. Loads no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from horizon_server.errors import InvalidModel, InvalidSpec
-from horizon_server.planning.chunks import SUGGESTED_CHUNKS, why_no_chunks
-from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
-from horizon_server.planning.data_size import DataSize
-from horizon_server.planning.drives import NodeDrives, advice, drive_use, with_drives
+from horizon_server.planning.advice import why_not
+from horizon_server.planning.case import Case, placed
 from horizon_server.planning.layer_deal import deal_layers
-from horizon_server.planning.ledger import LayerMemory, chunked_row_tokens, plan_memory
-from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.planning.nodes import network_bytes, of_one_node, with_network
-from horizon_server.planning.objective import with_objective, with_weights
-from horizon_server.planning.pages import PagesPlan
-from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
-from horizon_server.planning.sampling import with_answers
-from horizon_server.planning.step_time import layer_seconds, predict_forward, predict_step
-from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
-from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
-from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, ReferencePass, StepPrediction
-from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec, Span
-from horizon_server.store.drive_layout import DriveLayout
-from horizon_server.store.pages import MOST_PAGE_ELEMENTS
-from horizon_server.texts import size_text
+from horizon_server.records.execution import Execution, Residency
+from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, StepPrediction
+from horizon_server.spec import Span
 
 MAX_PLAN_BYTES = 1 << 60
 """Sizes travel as 64-bit numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What is planned: a job's spec and its model folder, laid out for it, with what is known of its data and of the
-    device's speed."""
-
-    spec: JobSpec
-    folder: ModelFolder
-    host_limit_bytes: int
-    rates: DeviceRates | None
-    """How fast the device is, where that is known."""
-    rates_of_ranks: tuple[DeviceRates, ...] = ()
-    """How fast each rank's device is, where they differ and that is known; else all are as `rates` say."""
-    layer: LayerMemory | None
-    """What a layer keeps, where it was counted on the model."""
-    data: DataSize | None
-    """Of all documents, where something is known of them."""
-    longest_document: int | None
-    """Where the data is prepared."""
-    network_bytes_per_s: float | None = None
-    """Between nodes, in each direction; None where it is not known."""
-    drives: NodeDrives | None = None
-    """Of the node; whether the job uses them is in its spec."""
-
-    def ledger(self, execution: Execution) -> Ledger:
-        """The memory that it takes."""
-        recipe = self.spec.train.recipe
-        ledger = plan_memory(self.folder, recipe, execution, layer=self.layer, longest_document=self.longest_document)
-        if METHODS[self.spec.method].has_objective:
-            ledger = with_objective(ledger, recipe, execution)
-        elif self.data is None or self.data.may_have_weights:
-            ledger = with_weights(ledger, recipe, execution)
-        return with_answers(ledger, self.spec, self.folder)
-
-    def fits(self, ledger: Ledger, execution: Execution) -> bool:
-        """Whether that is within both limits."""
-        on_device = ledger.device_total_bytes <= execution.device_limit_bytes
-        return on_device and ledger.host_total_bytes <= self.host_limit_bytes
-
-    def work(self, execution: Execution) -> StepWork:
-        """What a step does; of several nodes, each."""
-        recipe, num_nodes = self.spec.train.recipe, execution.num_nodes
-        # Experts that are chosen by value cannot be compiled, nor dropout.
-        can_be = self.folder.shape.experts is None and not recipe.adapter_dropout
-        # Chunks are computed eagerly.
-        can_be = can_be and not self.chunked_tokens(execution)
-        fused = execution.device_kind == "cuda" and can_be and self.compiles(execution)
-        facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective, fused=fused)
-        if num_nodes > 1:
-            recipe = dataclasses.replace(recipe, tokens_per_step=-(-recipe.tokens_per_step // num_nodes))
-        return work_of_step(self.folder, recipe, of_one_node(execution), facts=facts)
-
-    def chunked_tokens(self, execution: Execution) -> int:
-        """Tokens of the longest row that is computed in chunks; 0 where none is."""
-        longest = min(self.spec.train.sequence_length, self.longest_document or self.spec.train.sequence_length)
-        return chunked_row_tokens(self.spec.train.recipe, execution, longest=longest)
-
-    def prediction(self, execution: Execution) -> StepPrediction | None:
-        """How long it takes; None where the device's speed is not known."""
-        if self.rates is None:
-            return None
-        work = self.work(execution)
-        predicted = predict_step(
-            work, self.rates, speeds=self.speeds(work), shares_processors=execution.device_kind == "host"
-        )
-        if execution.num_nodes == 1:
-            return predicted
-        return with_network(
-            predicted,
-            network_bytes(self.folder.layout, execution),
-            num_nodes=execution.num_nodes,
-            bytes_per_s=self.network_bytes_per_s,
-        )
-
-    def references(self, execution: Execution) -> ReferencePass | None:
-        """The pass over the data before the first step, where the method needs it."""
-        if self.rates is None or not self.spec.needs_references:
-            return None
-        work, data, on_host = self.work(execution), self.data, execution.device_kind == "host"
-        seconds = predict_forward(work, self.rates, speeds=self.speeds(work), shares_processors=on_host)
-        rate = work.num_tokens / seconds
-        return ReferencePass(
-            tokens_per_second=execution.num_nodes * rate,
-            num_tokens=None if data is None else data.num_tokens,
-            tokens_estimated=self.is_estimated,
-            total_s=None if data is None else data.num_tokens / (execution.num_nodes * rate),
-        )
-
-    def compiles(self, execution: Execution) -> bool:
-        """Whether the worker will compile the job's layers, if they can be; not where it is not known how many steps it
-        has, unless it asks for it."""
-        train = self.spec.train
-        flops = flops_of_job(self.folder, train, self.num_steps or 0)
-        return is_worth_compiling(train.compile, execution.device_kind, flops)
-
-    def speeds(self, work: StepWork) -> tuple[float, ...]:
-        """How fast each rank's device computes a layer, in units of `rates`; empty where they do not differ."""
-        if self.rates is None:
-            return ()
-        own_s = layer_seconds(work, self.rates)
-        return tuple(own_s / layer_seconds(work, rates) for rates in self.rates_of_ranks)
-
-    def with_train(self, **changes: Any) -> Case:
-        """The case of a job with other fields of `train`, on the same layout."""
-        train = self.spec.train.model_copy(update=changes)
-        return dataclasses.replace(self, spec=self.spec.model_copy(update={"train": train}))
-
-    @property
-    def num_steps(self) -> int | None:
-        """The steps of the whole job, as far as they are known."""
-        of_data = None if self.data is None else self.data.num_steps
-        # A limit alone says what the job has at most, not how long it takes.
-        if self.spec.train.max_steps is None and of_data is None:
-            return None
-        return min(steps for steps in (of_data, self.spec.most_steps) if steps is not None)
-
-    @property
-    def is_estimated(self) -> bool:
-        """Whether what is known of the data is estimated from its files."""
-        return self.data is not None and self.data.is_estimated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +49,13 @@ def settle(case: Case, execution: Execution, *, uses_spare: bool = True) -> Sett
     ways = None
     if has_choice and case.rates is not None:
         ways = PredictedWays(rows_s=by_rows.step_s, layers_s=None if by_layers is None else by_layers.step_s)
-    others = [way for way in (by_rows, by_layers) if way is not None and way is not taken and way.fits]
+    both = (by_rows, by_layers)
+    others = [way.execution.parallel for way in both if way is not None and way is not taken and way.fits]
     return Settled(
         execution=taken.execution,
         ledger=taken.ledger,
         prediction=taken.prediction,
-        message="" if taken.fits else _why_not(case, taken.execution, taken.ledger, others),
+        message="" if taken.fits else why_not(case, taken.execution, taken.ledger, others),
         ways=ways,
     )
 
@@ -236,7 +100,7 @@ class _Way:
     @classmethod
     def of(cls, case: Case, execution: Execution, *, uses_spare: bool) -> _Way:
         """Placement and residency of a way."""
-        execution = _placed(case, execution)
+        execution = placed(case, execution)
         ledger, prediction = case.ledger(execution), case.prediction(execution)
         if max(ledger.host_total_bytes, ledger.device_total_bytes) > MAX_PLAN_BYTES:
             raise InvalidModel(
@@ -293,28 +157,6 @@ def _by_layers(case: Case, execution: Execution, *, uses_spare: bool) -> _Way | 
     return None
 
 
-def _placed(case: Case, execution: Execution) -> Execution:
-    """Keep layer inputs on the device while they fit there; offload them where that makes the job fit, or other ranks
-    need them."""
-    if execution.parallel == "layers":
-        return dataclasses.replace(execution, activation_placement="host", deals_lanes=False)
-    on_device = _on_drives(case, execution)
-    if case.ledger(on_device).device_total_bytes <= execution.device_limit_bytes:
-        return on_device
-    offloading = _on_drives(case, dataclasses.replace(execution, activation_placement="host"))
-    return offloading if case.fits(case.ledger(offloading), offloading) else on_device
-
-
-def _on_drives(case: Case, execution: Execution) -> Execution:
-    """Put states of layers on drives, where the job may and its host memory is not enough."""
-    if case.spec.memory.tier != "drive" or case.drives is None:
-        return execution
-    limit_bytes = case.host_limit_bytes
-    return with_drives(
-        case.folder, execution, case.drives, lambda other: case.ledger(other).host_total_bytes <= limit_bytes
-    )
-
-
 def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | None:
     """Use what is left of a GPU's memory, where that makes steps faster. On the host nothing crosses a link."""
     room_bytes = int(SPARE_USABLE * execution.device_limit_bytes) - ledger.device_total_bytes
@@ -350,99 +192,3 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
         # Of several ranks, each brings a part of the head, and rows come from those that own them.
         ends=possible_ends(layout) if execution.num_ranks == 1 else (),
     )
-
-
-def _why_not(case: Case, execution: Execution, ledger: Ledger, others: Sequence[_Way]) -> str:
-    """Return why it does not fit, with the numbers and the smallest change that would make it fit; `others` fit."""
-    need, limit_bytes = ledger.host_total_bytes, case.host_limit_bytes
-    if need > limit_bytes:
-        short = f"the job needs {size_text(need)} of host memory and {size_text(limit_bytes)} are available"
-    else:
-        arena, allowed = ledger.device_total_bytes, execution.device_limit_bytes
-        short = f"the job needs {size_text(arena)} on the device and {size_text(allowed)} are allowed"
-    if others:
-        return f"{short}; it would fit with train.parallel: {others[0].execution.parallel}"
-    if paged := _in_pages(case, execution):
-        return f"{short}; {paged}"
-    if drives := _with_drives(case, execution):
-        return f"{short}; {drives}"
-    store = sum(ledger.host_bytes[part] for part in ("weights", "moments", "gradients"))
-    if store > limit_bytes:
-        billions = case.folder.layout.num_parameters / 1e9
-        held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
-        return f"{short}; {held}: {_smaller(case, execution)}"
-    return f"{short}; {_with_chunks(case, execution, ledger) or _advice(case, execution)}"
-
-
-def _in_pages(case: Case, execution: Execution) -> str:
-    """What to do where experts in pages make it fit, and what that costs; empty where they do not, or cannot be."""
-    has_choice = execution.num_ranks == 1 and execution.lanes == 1 and not execution.expert_page_elements
-    if not has_choice or case.spec.is_session or case.spec.eval.generate is not None:
-        return ""
-    paged = dataclasses.replace(execution, expert_page_elements=MOST_PAGE_ELEMENTS, residency=NOTHING_STAYS)
-    if not PagesPlan.of(case.folder.layout, paged).units:
-        return ""
-    paged = _placed(case, paged)
-    if not case.fits(case.ledger(paged), paged):
-        return ""
-    predicted = case.prediction(paged)
-    takes = "" if predicted is None else f", with a step of about {predicted.step_s:.3g} s"
-    return f"it would fit with memory.experts: paged{takes}"
-
-
-def _with_drives(case: Case, execution: Execution) -> str:
-    """What to do where states on the node's drives make it fit; empty where they do not."""
-    if case.spec.memory.tier == "drive" or case.drives is None or execution.num_ranks > 1:
-        return ""
-    memory = case.spec.memory.model_copy(update={"tier": "drive"})
-    on_drives = dataclasses.replace(case, spec=case.spec.model_copy(update={"memory": memory}))
-    placed = _placed(on_drives, execution)
-    if not case.fits(case.ledger(placed), placed):
-        return ""
-    use = drive_use(DriveLayout(case.folder.layout, placed.drives), case.drives, case.num_steps)
-    return "" if use is None else advice(use, case.prediction(placed))
-
-
-def _smaller(case: Case, execution: Execution) -> str:
-    """What to do where the store alone does not fit: train adapters, where that fits."""
-    if case.spec.train.trainable != EVERYTHING:
-        return "only a smaller model fits"
-    changes: dict[str, Any] = {"trainable": LORA, "lr_groups": ()}
-    with suppress(InvalidSpec):
-        adapted = case.with_train(**changes)
-        adapted = dataclasses.replace(adapted, folder=open_for_training(case.folder.path, adapted.spec.train))
-        execution = _placed(adapted, execution)
-        ledger = adapted.ledger(execution)
-        what = f"train.trainable: lora (adapters next to the frozen model) needs {size_text(ledger.host_total_bytes)}"
-        return f"{what}, which fits" if adapted.fits(ledger, execution) else f"only a smaller model fits; {what}"
-    return "only a smaller model fits"
-
-
-def _with_chunks(case: Case, execution: Execution, ledger: Ledger) -> str:
-    """What to do where a long row does not fit: compute it in chunks, where that fits; else empty."""
-    if why_no_chunks(case.folder, case.spec):
-        return ""
-    for chunk_tokens in SUGGESTED_CHUNKS:
-        chunked = dataclasses.replace(execution, chunk_tokens=chunk_tokens)
-        if (execution.chunk_tokens <= chunk_tokens and execution.chunk_tokens) or not case.chunked_tokens(chunked):
-            continue
-        chunked = _placed(case, chunked)
-        found = case.ledger(chunked)
-        if case.fits(found, chunked):
-            of_device = f"{size_text(found.device_total_bytes)} on the device instead of "
-            of_device += f"{size_text(ledger.device_total_bytes)}, {size_text(found.host_total_bytes)} of host memory"
-            return f"it would fit with train.chunk_tokens: {chunk_tokens} ({of_device})"
-    return ""
-
-
-def _advice(case: Case, execution: Execution) -> str:
-    tokens, sequence_length = case.spec.train.tokens_per_step, case.spec.train.sequence_length
-    while tokens > 8:
-        tokens //= 2
-        length = min(sequence_length, tokens)
-        smaller = case.with_train(tokens_per_step=tokens, sequence_length=length)
-        placed = _placed(smaller, execution)
-        if smaller.fits(smaller.ledger(placed), placed):
-            shorter = f" and train.sequence_length: {length}" if length < sequence_length else ""
-            return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
-    return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"

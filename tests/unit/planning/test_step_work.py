@@ -11,6 +11,7 @@ import pytest
 from bench.forecast import model_7b
 from tests.support.plans import step_work
 
+from horizon_server.planning.elementwise import copied_bytes, elementwise_bytes
 from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.step_work import (
@@ -19,8 +20,6 @@ from horizon_server.planning.step_work import (
     EngineFacts,
     LayerWork,
     StepWork,
-    copied_bytes,
-    elementwise_bytes,
 )
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import ActivationPlacement, DeviceKind
