@@ -36,7 +36,6 @@ class _Fit:
     """A job that a change makes fit."""
 
     change: _Change
-    execution: Execution
     ledger: Ledger
     prediction: StepPrediction | None
     use: DriveUse | None
@@ -129,7 +128,7 @@ def _with(case: Case, execution: Execution, changes: Sequence[_Change]) -> _Fit 
         except InvalidSpec:
             change.setdefault("memory", {})["accept_wear"] = True
         prediction = changed.prediction(wanted)
-        return _Fit(change=change, execution=wanted, ledger=ledger, prediction=prediction, use=use)
+        return _Fit(change=change, ledger=ledger, prediction=prediction, use=use)
     return None
 
 
@@ -146,7 +145,10 @@ def _changed(case: Case, change: _Change) -> Case:
     """The case of a job with another spec. Raises InvalidSpec where it cannot be."""
     plain = case.spec.to_mapping()
     spec = parse_job_spec(plain | {section: plain[section] | dict(fields) for section, fields in change.items()})
-    return dataclasses.replace(case, spec=spec, folder=open_for_training(case.folder.path, spec.train))
+    # Nothing else in a change decides the layout.
+    has_layout = not {"optimizer_states", "trainable"} & set(change.get("train", ()))
+    folder = case.folder if has_layout else open_for_training(case.folder.path, spec.train)
+    return dataclasses.replace(case, spec=spec, folder=folder)
 
 
 def _text(fit: _Fit, before: Ledger, host_limit_bytes: int) -> str:
@@ -159,11 +161,10 @@ def _text(fit: _Fit, before: Ledger, host_limit_bytes: int) -> str:
     costs = []
     if fit.use is not None:
         costs.append(fit.use.text)
-    if before.device_total_bytes > fit.ledger.device_total_bytes and fit.execution.device_kind != "host":
+    if before.host_total_bytes <= host_limit_bytes:
         on_device, instead = (size_text(one.device_total_bytes) for one in (fit.ledger, before))
         costs.append(f"{on_device} on the device instead of {instead}")
-    if before.host_total_bytes > host_limit_bytes:
-        costs.append(f"{size_text(fit.ledger.host_total_bytes)} of host memory")
+    costs.append(f"{size_text(fit.ledger.host_total_bytes)} of host memory")
     if fit.prediction is not None:
         costs.append(f"{fit.prediction.step_s:,.3g} s a step")
     return f"{' and '.join(fields)} ({', '.join(costs)})"

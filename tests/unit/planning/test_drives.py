@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as runs
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.support.rates import RATES
 from tests.unit.planning.test_planner import CONFIG, GIB, H100, spec_of
@@ -123,15 +120,6 @@ def test_a_job_that_does_not_fit_is_told_of_drives(folder: Path) -> None:
     )
     without = plan(folder, spec, needed(folder, spec) - 20 * MIB, drives=None)
     assert "drive" not in without.message
-
-
-@given(short=st.integers(1, 200 * MIB), clips=st.booleans(), dtype=st.sampled_from(["float32", "bfloat16"]))
-@runs(max_examples=60)
-def test_taking_the_advice_fits(folder: Path, short: int, clips: bool, dtype: str) -> None:
-    spec = spec_of(compute_dtype=dtype, max_grad_norm=1.0 if clips else None)
-    limit = needed(folder, spec) - short
-    advised = "memory.tier: drive" in plan(folder, spec, limit).message
-    assert plan(folder, on_drives(spec), limit).fits == advised
 
 
 def test_a_job_that_wears_the_drives_must_say_so(folder: Path) -> None:
