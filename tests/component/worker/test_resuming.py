@@ -338,3 +338,26 @@ def test_a_job_says_why_its_model_keeps_masks(tmp_path: Path, architecture: str,
     said = [message.text for message in train(tmp_path, max_steps=1) if message.text.startswith("keeps masks: ")]
     assert len(said) == keeps
     assert all("attention has one over all pairs of a row's tokens, because " in text for text in said)
+
+
+@pytest.mark.parametrize("export", ["adapter", "both"])
+@pytest.mark.parametrize(("before", "now"), [("exact", "compressed"), ("compressed", "exact")])
+def test_a_job_never_continues_with_optimizer_states_of_another_form(
+    before: str, now: str, export: str, tmp_path: Path
+) -> None:
+    write_inputs(tmp_path, "llama", hidden_size=64, intermediate_size=96)
+    # Adapters of rank 64 are matrices of 4,096 elements, which are compressed.
+    how = {} if export == "adapter" else {"trainable": "lora", "lora": {"rank": 64}}
+    train(tmp_path, optimizer_states=before, export=export, **how)
+    files = read_manifest(tmp_path / "checkpoints/step-00000002").files
+    assert ("trainer/scales.safetensors" in files) == (before == "compressed")
+    wanted = {file: record.sha256 for file, record in files.items()}
+
+    with pytest.raises(InvalidModel, match=f"has {before} optimizer states, and this job keeps {now} ones"):
+        train(tmp_path, resume=True, optimizer_states=now, export=export, **how)
+
+    train(tmp_path, resume=True, optimizer_states=before, export=export, **how)
+    again = read_manifest(tmp_path / "checkpoints/step-00000002").files
+    assert {file: record.sha256 for file, record in again.items() if file.endswith(".safetensors")} == {
+        file: sha256 for file, sha256 in wanted.items() if file.endswith(".safetensors")
+    }
