@@ -351,7 +351,7 @@ def test_a_job_never_continues_with_optimizer_states_of_another_form(
 ) -> None:
     write_inputs(tmp_path, "llama", hidden_size=64, intermediate_size=96)
     # Adapters of rank 64 are matrices of 4,096 elements, which are compressed.
-    how = {} if export == "adapter" else {"trainable": "lora", "lora": {"rank": 64}}
+    how: dict[str, Any] = {} if export == "adapter" else {"trainable": "lora", "lora": {"rank": 64}}
     train(tmp_path, optimizer_states=before, export=export, **how)
     files = read_manifest(tmp_path / "checkpoints/step-00000002").files
     assert ("trainer/scales.safetensors" in files) == (before == "compressed")
