@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 
 from horizon_server.planning.ledger import plan_memory
-from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.trainable import open_for_training
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import ELEMENT_BYTES, ComputeDtype, Execution
 from horizon_server.settings import child_environment
+from horizon_server.spec import OptimizerStates, TrainSpec
 
 ROW_TOKENS = 256
 _SHAPES = ["6m", "36m", "40m", "0.6b", "mixtral-56m", "qwen3_moe-43m"]
@@ -37,7 +38,7 @@ def write_model(folder: Path, shape: str) -> None:
     model.save_pretrained(folder / "model")
 
 
-def train(folder: Path, *, clip: bool, num_threads: int, compute_dtype: ComputeDtype) -> None:
+def train(folder: Path, *, clip: bool, num_threads: int, compute_dtype: ComputeDtype, states: OptimizerStates) -> None:
     """The measured process: load, two steps, and a JSON line."""
     from bench.models import random_rows
     from horizon_server.engine.device import TORCH_DTYPE, device_for
@@ -46,7 +47,7 @@ def train(folder: Path, *, clip: bool, num_threads: int, compute_dtype: ComputeD
     from horizon_server.store.host_store import HostStore
     from horizon_server.store.model_load import load_model
 
-    template = Template.from_folder(folder)
+    template = Template.from_folder(folder, layout=open_for_training(folder, TrainSpec(optimizer_states=states)).layout)
     store = HostStore.allocate(template.layout, grad_dtype=TORCH_DTYPE[compute_dtype] if clip else None)
     started_s = time.perf_counter()
     load_model(store, folder)
@@ -90,12 +91,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=_SHAPES, nargs="*", default=["40m", "0.6b"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
+    parser.add_argument("--states", choices=["exact", "compressed"], default="exact", help="of the optimizer")
     parser.add_argument("--measured", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--no-clip", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measured is not None:
         clip, dtype = not arguments.no_clip, arguments.dtype
-        train(arguments.measured, clip=clip, num_threads=arguments.threads, compute_dtype=dtype)
+        states = arguments.states
+        train(arguments.measured, clip=clip, num_threads=arguments.threads, compute_dtype=dtype, states=states)
         return
     columns = (
         "shape",
@@ -115,16 +118,23 @@ def main() -> None:
             subprocess.run([sys.executable, "-c", code, name, shape], check=True, env=child_environment())
             for clip in (True, False):
                 _print_line(
-                    Path(name) / "model", shape, clip=clip, num_threads=arguments.threads, dtype=arguments.dtype
+                    Path(name) / "model",
+                    shape,
+                    clip=clip,
+                    num_threads=arguments.threads,
+                    dtype=arguments.dtype,
+                    states=arguments.states,
                 )
 
 
-def _print_line(folder: Path, shape: str, *, clip: bool, num_threads: int, dtype: ComputeDtype) -> None:
-    found = open_model_folder(folder)
+def _print_line(
+    folder: Path, shape: str, *, clip: bool, num_threads: int, dtype: ComputeDtype, states: OptimizerStates
+) -> None:
+    found = open_for_training(folder, TrainSpec(optimizer_states=states))
     recipe = Recipe(learning_rate=1e-5, tokens_per_step=ROW_TOKENS, sequence_length=ROW_TOKENS)
     grad_bytes = ELEMENT_BYTES[dtype] if clip else 0
     plan = plan_memory(found, recipe, Execution(compute_dtype=dtype, grad_bytes=grad_bytes, num_threads=num_threads))
-    flags = ["--measured", str(folder), "--threads", str(num_threads), "--dtype", dtype]
+    flags = ["--measured", str(folder), "--threads", str(num_threads), "--dtype", dtype, "--states", states]
     flags += [] if clip else ["--no-clip"]
     read_s = _read_seconds(folder)
     command = [sys.executable, "-m", "bench.host_memory", *flags]

@@ -40,7 +40,7 @@ def build_kernels(root: Path = ROOT) -> list[Path]:
     libraries = []
     for name in native.SOURCE_FILES:
         source = folder / name
-        library = folder / str(native.library_name(source.read_bytes(), name))
+        library = folder / str(native.library_name(native.source_bytes(source), name))
         if not library.exists():
             _compile(source, library)
         for stale in folder.glob(f"{source.stem}-*.so"):

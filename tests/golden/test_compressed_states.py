@@ -105,7 +105,7 @@ def plain_losses(
         {"params": [p for n, p in named.items() if places[n].decay == decays], "weight_decay": 0.1 * decays}
         for decays in (True, False)
     ]
-    chosen = {p for n, p in named.items() if places[n].compressed and is_compressed}
+    chosen: set[Tensor] = {p for n, p in named.items() if places[n].compressed and is_compressed}
     optimizer = CompressedAdamW(groups, chosen, lr=1e-3, betas=(0.9, 0.99))
     losses = []
     for step in range(NUM_STEPS):

@@ -69,6 +69,11 @@ class KernelInfo:
     reason: str
 
 
+def source_bytes(source: Path) -> bytes:
+    """A source file with the headers beside it, which it may include: what a library is built from."""
+    return source.read_bytes() + b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.h")))
+
+
 def library_name(source: bytes, source_file: str = SOURCE_FILE) -> str:
     """File name of the library that belongs to a version of a source file on this kind of machine."""
     # With the source's hash: a library that was built from another version is not found, so its old arithmetic never
@@ -125,7 +130,7 @@ def _load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
     try:
         return found and bind(found), reason
     except AttributeError as error:
-        return None, f"{library_name((folder / SOURCE_FILE).read_bytes())} does not load ({error}); {_HOW_TO_BUILD}"
+        return None, f"{library_name(source_bytes(folder / SOURCE_FILE))} does not load ({error}); {_HOW_TO_BUILD}"
 
 
 def find(source_file: str, folder: Path = KERNEL_FOLDER) -> tuple[ctypes.CDLL | None, str]:
@@ -134,7 +139,7 @@ def find(source_file: str, folder: Path = KERNEL_FOLDER) -> tuple[ctypes.CDLL | 
     if not source.is_file():
         problem = f"{source} is missing from the installation, so no library can belong to it"
         return None, f"{problem}; reinstall horizon-train"
-    file = folder / library_name(source.read_bytes(), source_file)
+    file = folder / library_name(source_bytes(source), source_file)
     if not file.is_file():
         stale = ", ".join(sorted(path.name for path in folder.glob(f"{source.stem}-*.so")))
         problem = f"{stale} was built from another {source_file}" if stale else "it was never compiled"

@@ -130,7 +130,9 @@ def dither_of(step: int) -> npt.NDArray[np.float32]:
 def decode_first(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """First moments of whole groups. Shapes: codes [G * 32], scales [G], bf16 as raw bits; returns [G * 32]."""
     code = codes.astype(np.float32)
-    return _of_groups(_widen(scales)) * code / (np.float32(254) - np.abs(code))
+    numbers: npt.NDArray[np.float32] = _of_groups(_widen(scales)) * code
+    numbers /= np.float32(254) - np.abs(code)
+    return numbers
 
 
 def decode_root(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:

@@ -21,10 +21,14 @@ from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.records.execution import Residency
+from horizon_server.records.session import LoadState
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.checkpoint_parts import adapter_part
+from horizon_server.store.layout import MOMENT_PLANES
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
 from horizon_server.worker.device_turn import DeviceTurn
+from horizon_server.worker.session_states import load_state
+from horizon_server.worker.set_up import SetUp
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
@@ -342,3 +346,50 @@ def test_a_job_says_why_its_model_keeps_masks(tmp_path: Path, architecture: str,
     said = [message.text for message in train(tmp_path, max_steps=1) if message.text.startswith("keeps masks: ")]
     assert len(said) == keeps
     assert all("attention has one over all pairs of a row's tokens, because " in text for text in said)
+
+
+@pytest.mark.parametrize("export", ["adapter", "both"])
+@pytest.mark.parametrize(("before", "now"), [("exact", "compressed"), ("compressed", "exact")])
+def test_a_job_never_continues_with_optimizer_states_of_another_form(
+    before: str, now: str, export: str, tmp_path: Path
+) -> None:
+    write_inputs(tmp_path, "llama", hidden_size=64, intermediate_size=96)
+    # Adapters of rank 64 are matrices of 4,096 elements, which are compressed.
+    how: dict[str, Any] = {} if export == "adapter" else {"trainable": "lora", "lora": {"rank": 64}}
+    train(tmp_path, optimizer_states=before, export=export, **how)
+    files = read_manifest(tmp_path / "checkpoints/step-00000002").files
+    assert ("trainer/scales.safetensors" in files) == (before == "compressed")
+    wanted = {file: record.sha256 for file, record in files.items()}
+
+    with pytest.raises(InvalidModel, match=f"has {before} optimizer states, and this job keeps {now} ones"):
+        train(tmp_path, resume=True, optimizer_states=now, export=export, **how)
+
+    train(tmp_path, resume=True, optimizer_states=before, export=export, **how)
+    again = read_manifest(tmp_path / "checkpoints/step-00000002").files
+    assert {file: record.sha256 for file, record in again.items() if file.endswith(".safetensors")} == {
+        file: sha256 for file, sha256 in wanted.items() if file.endswith(".safetensors")
+    }
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize(("before", "now"), [("exact", "compressed"), ("compressed", "exact")])
+def test_a_session_loads_states_of_the_other_form_and_says_so(
+    before: str, now: str, optimizer: bool, tmp_path: Path
+) -> None:
+    write_inputs(tmp_path, "llama", hidden_size=64, intermediate_size=96)
+    train(tmp_path, optimizer_states=before)
+    train_of = {"max_steps": 2, "sequence_length": 32, "tokens_per_step": 32, "optimizer_states": now}
+    spec = parse_job_spec({"name": "job", "model": "m", "dataset": "d", "train": train_of})
+    events = EventWriter(os.open(tmp_path / "events", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    said: list[str] = []
+    with worker_request(tmp_path, spec) as plain:
+        request = from_plain(WorkerRequest, plain)
+        set_up = SetUp.open(request, events)
+        call = LoadState(checkpoint="job_1@2", optimizer=optimizer)
+        folder = tmp_path / "checkpoints/step-00000002"
+        state = load_state(folder, call, request=request, set_up=set_up, warn=said.append)
+        moments = [set_up.store.plane(plane).any() for plane in MOMENT_PLANES if plane in set_up.store.fds]
+        set_up.close()
+    assert len(said) == 1 and f"has {before} optimizer states, and this job keeps {now} ones" in said[0]
+    assert (state is not None and state["step"] == 2) == optimizer
+    assert any(moments) == optimizer

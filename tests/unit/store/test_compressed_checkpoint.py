@@ -50,7 +50,7 @@ def trained_store(folder: Path, *, compressed: bool = True) -> HostStore:
 
 
 def masters_of(store: HostStore) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for unit in store.layout.units:
         master = torch.empty(unit.num_elements)
         store.merge_master(unit.index, master)

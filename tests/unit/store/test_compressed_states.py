@@ -11,7 +11,13 @@ import torch
 from horizon_server.store import native, reference
 from horizon_server.store.adamw import AdamWStep, scalars_of, update_unit
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import COMPRESSED_PLANES, build_layout, with_compressed_states, with_lr_scales
+from horizon_server.store.layout import (
+    COMPRESSED_PLANES,
+    StoreLayout,
+    build_layout,
+    with_compressed_states,
+    with_lr_scales,
+)
 from horizon_server.store.ownership import Ownership
 
 SHAPES = {
@@ -32,7 +38,7 @@ needs_kernel = pytest.mark.skipif(
 F32 = np.float32
 
 
-def layout_of(*, compressed: bool = True):
+def layout_of(*, compressed: bool = True) -> StoreLayout:
     layout = with_lr_scales(build_layout(SHAPES, num_layers=1, tied=True), {"model.layers.0.wide.weight": 0.25})
     return with_compressed_states(layout) if compressed else layout
 
@@ -55,7 +61,9 @@ def fill_grads(store: HostStore, generator: torch.Generator) -> None:
         store.tensor(name, "grad").copy_(grad)
 
 
-def run(store: HostStore, *, num_threads: int = 1, num_ranks: int = 1, changes: dict[str, float] | None = None):
+def run(
+    store: HostStore, *, num_threads: int = 1, num_ranks: int = 1, changes: dict[str, float] | None = None
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     ownership = Ownership(layout=store.layout, num_ranks=num_ranks)
     for step in range(1, 5):
@@ -266,7 +274,7 @@ def test_updates_do_not_depend_on_the_size_of_gradients(exponent: int) -> None:
     for _ in range(50):
         grads = rng.standard_normal(32).astype(F32).astype(float)
         moved = [group.update(grads * factor) for group, factor in zip(groups, (1.0, 2.0**exponent), strict=True)]
-        assert np.array_equal(*moved)
+        assert np.array_equal(moved[0], moved[1])
     assert np.array_equal(groups[0].first, groups[1].first) and np.array_equal(groups[0].root, groups[1].root)
 
 

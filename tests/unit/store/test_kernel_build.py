@@ -82,7 +82,7 @@ def test_a_missing_library_gives_the_reason(tree: Path) -> None:
 
 def test_a_library_that_does_not_load_gives_the_reason(tree: Path) -> None:
     folder = tree / "server" / "horizon_server" / "store" / "kernels"
-    name = native.library_name((folder / native.SOURCE_FILE).read_bytes())
+    name = native.library_name(native.source_bytes(folder / native.SOURCE_FILE))
     (folder / name).write_bytes(b"no library")
     info = native.kernel_info(folder)
     assert not info.available and f"{name} does not load" in info.reason
@@ -93,7 +93,8 @@ def test_the_wheel_carries_the_library_and_says_for_which_platform(tree: Path) -
     wheel = build_wheel(tree)
     assert wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
     libraries = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
-    names = {native.library_name((native.KERNEL_FOLDER / name).read_bytes(), name) for name in native.SOURCE_FILES}
+    sources = {name: native.source_bytes(native.KERNEL_FOLDER / name) for name in native.SOURCE_FILES}
+    names = {native.library_name(source, name) for name, source in sources.items()}
     assert libraries == {Path("horizon_server/store/kernels") / name for name in names}
 
 
@@ -134,6 +135,22 @@ def update_with(kernel: ctypes.CDLL) -> list[torch.Tensor]:
     scalars = native.Scalars(0.5, 0.9, 0.1, 0.999, 0.001, 3e-9, 3e-4, 7.3)
     pointers = [tensor.data_ptr() for tensor in (hi, lo, exp_avg, exp_avg_sq, grads)]
     kernel.hz_adamw(*pointers, 0, segments, 1, scalars, 2)
+    compressed = compressed_update_with(kernel, grads, segments, scalars)
     partials = torch.zeros(8, dtype=torch.float64)
     kernel.hz_sum_squares(grads.data_ptr(), 0, n, partials.data_ptr(), 2)
-    return [hi, lo, exp_avg.view(torch.int32), exp_avg_sq.view(torch.int32), partials]
+    return [hi, lo, exp_avg.view(torch.int32), exp_avg_sq.view(torch.int32), partials, *compressed]
+
+
+def compressed_update_with(
+    kernel: ctypes.CDLL, grads: torch.Tensor, segments: ctypes.Array[native.Segment], scalars: native.Scalars
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    n = len(grads)
+    hi = torch.randn(n, generator=generator).bfloat16()
+    lo, first = (torch.randint(-127, 128, (n,), generator=generator, dtype=torch.int8) for _ in range(2))
+    root = torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8)
+    scales = torch.exp2(torch.randint(-40, 20, (2 * -(-n // 32),), generator=generator).float()).bfloat16()
+    planes, dither = (hi, lo, first, root, scales), torch.rand(64, generator=generator)
+    pointers = [tensor.data_ptr() for tensor in (*planes, grads)]
+    kernel.hz_adamw_compressed(*pointers, 0, segments, 1, scalars, dither.data_ptr(), 2)
+    return [plane.view(torch.uint8) for plane in planes]

@@ -5,20 +5,15 @@
 // rounding, subnormals kept), so results depend neither on the instruction set nor on the vector width nor on the number of
 // threads, and horizon_server/store/reference.py gives the same bits.
 //
-// The build reads its flags from the next line, so that a library is stale exactly when this file has changed.
+// The build reads its flags from the next line, so that a library is stale exactly when this file or a
+// header has changed.
 // build-flags: -std=c++17 -O3 -fno-math-errno -ffp-contract=off -fvisibility=hidden -fPIC -shared -pthread
 
-#include <atomic>
-#include <cfenv>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <deque>
-#include <mutex>
-#include <pthread.h>
-#include <system_error>
-#include <thread>
+
+#include "threads.h"
 
 #define HZ_API extern "C" __attribute__((visibility("default")))
 #define HZ_INLINE static inline __attribute__((always_inline))
@@ -31,126 +26,14 @@
 #define HZ_CLONES
 #endif
 
-// ---------------------------------------------------------------------------------------------------------- threads
+// ------------------------------------------------------------------------------------------------------- arithmetic
 
 namespace hz {
-
-using Task = void (*)(const void* context, int64_t chunk);
-
-// One parallel loop. Whoever called it works on it as well, so it finishes even when every helper is busy elsewhere.
-struct Loop {
-    const Task task;
-    const void* const context;
-    const int64_t num_chunks;
-    int wanted_helpers = 0;
-    int active_helpers = 0;
-    std::atomic<int64_t> next{0};
-    std::condition_variable idle;
-
-    Loop(Task task_, const void* context_, int64_t num_chunks_)
-        : task(task_), context(context_), num_chunks(num_chunks_) {}
-
-    void work() {
-        for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < num_chunks;) task(context, chunk);
-    }
-};
-
-// Rounding mode and flush-to-zero are inherited from whichever thread comes along; the arithmetic must not depend on it.
-class DefaultFloatEnvironment {
-  public:
-    DefaultFloatEnvironment() {
-        std::fegetenv(&before_);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~DefaultFloatEnvironment() { std::fesetenv(&before_); }
-    DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-    DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
-
-  private:
-    std::fenv_t before_;
-};
-
-// Helpers are started on demand and sleep between loops; several loops may run at the same time.
-class Pool {
-  public:
-    void run(Task task, const void* context, int64_t num_chunks, int num_threads) {
-        DefaultFloatEnvironment environment;
-        Loop loop(task, context, num_chunks);
-        const int helpers = static_cast<int>(num_chunks < num_threads ? num_chunks : num_threads) - 1;
-        if (helpers <= 0) {
-            loop.work();
-            return;
-        }
-        std::unique_lock<std::mutex> lock(mutex_);
-        start_helpers(helpers);
-        loop.wanted_helpers = helpers;
-        waiting_.push_back(&loop);
-        wake_.notify_all();
-        lock.unlock();
-        loop.work();
-        lock.lock();
-        for (auto it = waiting_.begin(); it != waiting_.end(); ++it) {
-            if (*it == &loop) {
-                waiting_.erase(it);
-                break;
-            }
-        }
-        loop.idle.wait(lock, [&] { return loop.active_helpers == 0; });
-    }
-
-  private:
-    void start_helpers(int count) {
-        try {
-            for (; num_helpers_ < count; ++num_helpers_) {
-                std::thread helper(&Pool::help, this);
-                pthread_setname_np(helper.native_handle(), "horizon-adamw");
-                helper.detach();
-            }
-        } catch (const std::system_error&) {
-            // The process may have no more threads. The loop goes on with those it has: slower, with the same bits.
-        }
-    }
-
-    void help() {
-        DefaultFloatEnvironment environment;
-        std::unique_lock<std::mutex> lock(mutex_);
-        for (;;) {
-            wake_.wait(lock, [&] { return !waiting_.empty(); });
-            Loop* loop = waiting_.front();
-            if (--loop->wanted_helpers == 0) waiting_.pop_front();
-            ++loop->active_helpers;
-            lock.unlock();
-            loop->work();
-            lock.lock();
-            if (--loop->active_helpers == 0) loop->idle.notify_one();
-        }
-    }
-
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    std::deque<Loop*> waiting_;
-    int num_helpers_ = 0;
-};
-
-// Never destroyed: helpers sleep on its condition until the process is gone. A forked child has no helpers, so it gets
-// a pool of its own.
-static std::atomic<Pool*> current_pool{nullptr};
-static std::once_flag pool_once;
-
-static Pool& pool() {
-    std::call_once(pool_once, [] {
-        current_pool = new Pool;
-        pthread_atfork(nullptr, nullptr, [] { current_pool = new Pool; });
-    });
-    return *current_pool;
-}
-
-// ------------------------------------------------------------------------------------------------------- arithmetic
 
 constexpr int64_t kChunk = 1 << 15;       // elements a thread takes at once: under 1 MiB of planes
 constexpr int64_t kBlock = 32;            // elements between two rounds of prefetches: one cache line of `hi`
 constexpr int64_t kAhead = 512;           // elements that prefetches run ahead
-constexpr int64_t kCompressedAhead = 1024;  // as kAhead, of compressed planes, which have fewer bytes an element
+constexpr int64_t kCompressedAhead = 1024;  // as kAhead, of compressed planes, which have fewer bytes per element
 constexpr int64_t kNormBlock = 1 << 16;   // elements summed up by themselves, fixed: it decides the rounding
 constexpr int64_t kNormLanes = 16;        // partial sums per block, fixed for the same reason
 
@@ -312,6 +195,19 @@ HZ_INLINE int32_t scale_bits(int32_t largest, int32_t least, int32_t most) {
     return up < least ? least : up;
 }
 
+// The planes of a tensor, from one of its blocks on.
+struct CompressedPlanes {
+    uint16_t* hi;
+    int8_t* lo;
+    int8_t* firsts;
+    uint8_t* roots;
+    uint16_t* scales;
+
+    CompressedPlanes from(int64_t at) const {
+        return {hi + at, lo + at, firsts + at, roots + at, scales + 2 * (at / kBlock)};
+    }
+};
+
 template <typename Grad>
 HZ_INLINE void moments_of_block(const uint16_t* __restrict hi, const int8_t* __restrict lo,
                                 const int8_t* __restrict first_codes, const uint8_t* __restrict root_codes,
@@ -377,69 +273,67 @@ HZ_INLINE void codes_of_block(const float* __restrict masters, const float* __re
 
 // Whole blocks, up to a strip of them. In two passes, so that no block waits for the scales of the one before it.
 template <typename Grad>
-HZ_INLINE void compressed_strip(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
-                                const Grad* grads, int64_t n, float decay_factor, const Scalars& s,
-                                const Dither& dither) {
+HZ_INLINE void compressed_strip(const CompressedPlanes& planes, const Grad* grads, int64_t n, float decay_factor,
+                                const Scalars& s, const Dither& dither) {
     Strip strip;
     for (int64_t at = 0; at < n; at += kBlock) {
-        moments_of_block(hi + at, lo + at, first_codes + at, root_codes + at, scales + 2 * (at / kBlock), grads + at,
-                         strip.masters + at, strip.firsts + at, strip.roots + at, decay_factor, s);
+        const CompressedPlanes own = planes.from(at);
+        moments_of_block(own.hi, own.lo, own.firsts, own.roots, own.scales, grads + at, strip.masters + at,
+                         strip.firsts + at, strip.roots + at, decay_factor, s);
     }
     for (int64_t at = 0; at < n; at += kBlock) {
-        codes_of_block(strip.masters + at, strip.firsts + at, strip.roots + at, hi + at, lo + at, first_codes + at,
-                       root_codes + at, scales + 2 * (at / kBlock), dither);
+        const CompressedPlanes own = planes.from(at);
+        codes_of_block(strip.masters + at, strip.firsts + at, strip.roots + at, own.hi, own.lo, own.firsts, own.roots,
+                       own.scales, dither);
     }
 }
 
 template <typename Grad>
-HZ_INLINE void compressed_range(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
-                                const Grad* grads, int64_t n, float decay_factor, const Scalars& s,
-                                const Dither& dither) {
+HZ_INLINE void compressed_range(const CompressedPlanes& planes, const Grad* grads, int64_t n, float decay_factor,
+                                const Scalars& s, const Dither& dither) {
     const int64_t whole = n - n % kBlock;
     for (int64_t at = 0; at < whole; at += kStrip) {
         const int64_t count = whole - at < kStrip ? whole - at : kStrip;
         for (int64_t ahead = at + kCompressedAhead; ahead < at + kCompressedAhead + count; ahead += 2 * kBlock) {
-            prefetch_block(hi, ahead);
-            prefetch_block(hi, ahead + kBlock);
-            prefetch_block(lo, ahead);
-            prefetch_block(first_codes, ahead);
-            prefetch_block(root_codes, ahead);
-            prefetch_block(grads, ahead);
-            prefetch_block(grads, ahead + kBlock);
+            for (int64_t block = ahead; block < ahead + 2 * kBlock; block += kBlock) {
+                prefetch_block(planes.hi, block);
+                prefetch_block(grads, block);
+            }
+            // Two blocks of these are a cache line.
+            prefetch_block(planes.lo, ahead);
+            prefetch_block(planes.firsts, ahead);
+            prefetch_block(planes.roots, ahead);
         }
-        compressed_strip(hi + at, lo + at, first_codes + at, root_codes + at, scales + 2 * (at / kBlock), grads + at,
-                         count, decay_factor, s, dither);
+        compressed_strip(planes.from(at), grads + at, count, decay_factor, s, dither);
     }
     if (whole == n) return;
     // A tensor's last block, with zeros after its end, which change nothing of the others.
+    const CompressedPlanes end = planes.from(whole);
     const int64_t rest = n - whole;
-    uint16_t hi_rest[kBlock] = {};
-    int8_t lo_rest[kBlock] = {}, first_rest[kBlock] = {};
-    uint8_t root_rest[kBlock] = {};
-    Grad grad_rest[kBlock] = {};
-    std::memcpy(hi_rest, hi + whole, rest * sizeof(*hi));
-    std::memcpy(lo_rest, lo + whole, rest);
-    std::memcpy(first_rest, first_codes + whole, rest);
-    std::memcpy(root_rest, root_codes + whole, rest);
-    std::memcpy(grad_rest, grads + whole, rest * sizeof(*grads));
-    compressed_strip(hi_rest, lo_rest, first_rest, root_rest, scales + 2 * (whole / kBlock), grad_rest, kBlock,
-                     decay_factor, s, dither);
-    std::memcpy(hi + whole, hi_rest, rest * sizeof(*hi));
-    std::memcpy(lo + whole, lo_rest, rest);
-    std::memcpy(first_codes + whole, first_rest, rest);
-    std::memcpy(root_codes + whole, root_rest, rest);
+    uint16_t hi[kBlock] = {};
+    int8_t lo[kBlock] = {}, firsts[kBlock] = {};
+    uint8_t roots[kBlock] = {};
+    Grad own_grads[kBlock] = {};
+    std::memcpy(hi, end.hi, rest * sizeof(*hi));
+    std::memcpy(lo, end.lo, rest);
+    std::memcpy(firsts, end.firsts, rest);
+    std::memcpy(roots, end.roots, rest);
+    std::memcpy(own_grads, grads + whole, rest * sizeof(*grads));
+    compressed_strip({hi, lo, firsts, roots, end.scales}, own_grads, kBlock, decay_factor, s, dither);
+    std::memcpy(end.hi, hi, rest * sizeof(*hi));
+    std::memcpy(end.lo, lo, rest);
+    std::memcpy(end.firsts, firsts, rest);
+    std::memcpy(end.roots, roots, rest);
 }
 
-HZ_CLONES void compressed_fp32(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
-                               const float* grads, int64_t n, float decay_factor, const Scalars& s,
-                               const Dither& dither) {
-    compressed_range(hi, lo, first_codes, root_codes, scales, grads, n, decay_factor, s, dither);
+HZ_CLONES void compressed_fp32(const CompressedPlanes& planes, const float* grads, int64_t n, float decay_factor,
+                               const Scalars& s, const Dither& dither) {
+    compressed_range(planes, grads, n, decay_factor, s, dither);
 }
 
-HZ_CLONES void compressed_bf16(uint16_t* hi, int8_t* lo, int8_t* first_codes, uint8_t* root_codes, uint16_t* scales,
-                               const uint16_t* grads, int64_t n, float decay_factor, const Scalars& s,
-                               const Dither& dither) {
-    compressed_range(hi, lo, first_codes, root_codes, scales, grads, n, decay_factor, s, dither);
+HZ_CLONES void compressed_bf16(const CompressedPlanes& planes, const uint16_t* grads, int64_t n, float decay_factor,
+                               const Scalars& s, const Dither& dither) {
+    compressed_range(planes, grads, n, decay_factor, s, dither);
 }
 
 HZ_CLONES void merge_range_24(const uint16_t* hi, const int8_t* lo, float* out, int64_t n) { merge_body(hi, lo, out, n); }
@@ -575,17 +469,17 @@ HZ_API void hz_adamw_compressed(uint16_t* hi, int8_t* lo, int8_t* first_codes, u
                                 const void* grads, int grads_are_bf16, const hz::Segment* segments,
                                 int64_t num_segments, const hz::Scalars* scalars, const float* dither,
                                 int num_threads) {
-    hz::Dither own_dither;
-    std::memcpy(&own_dither, dither, sizeof(own_dither));
+    hz::Dither own;
+    std::memcpy(&own, dither, sizeof(own));
+    const hz::CompressedPlanes planes{hi, lo, first_codes, root_codes, scales};
     hz::for_each_piece(segments, num_segments, num_threads, [&](const hz::Segment& segment, int64_t at, int64_t n) {
-        const hz::Scalars own = hz::with_step_scale(*scalars, segment.step_scale);
-        uint16_t* const own_scales = scales + 2 * (at / hz::kBlock);
+        const hz::Scalars s = hz::with_step_scale(*scalars, segment.step_scale);
         if (grads_are_bf16) {
-            hz::compressed_bf16(hi + at, lo + at, first_codes + at, root_codes + at, own_scales,
-                                static_cast<const uint16_t*>(grads) + at, n, segment.decay_factor, own, own_dither);
+            const uint16_t* const from = static_cast<const uint16_t*>(grads) + at;
+            hz::compressed_bf16(planes.from(at), from, n, segment.decay_factor, s, own);
         } else {
-            hz::compressed_fp32(hi + at, lo + at, first_codes + at, root_codes + at, own_scales,
-                                static_cast<const float*>(grads) + at, n, segment.decay_factor, own, own_dither);
+            const float* const from = static_cast<const float*>(grads) + at;
+            hz::compressed_fp32(planes.from(at), from, n, segment.decay_factor, s, own);
         }
     });
 }
