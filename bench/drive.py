@@ -225,10 +225,8 @@ def predicted(shape: Shape, times: float) -> float:
         for unit in range(1, _NUM_LAYERS + 1)
     ]
     backward = [
-        Visit(
-            unit=visit.unit, ring="layer", upload_s=0.0, compute_s=times * shape.backward_s / _NUM_LAYERS, gradient=True
-        )
-        for visit in reversed(forward)
+        Visit(unit=unit, ring="layer", upload_s=0.0, compute_s=times * shape.backward_s / _NUM_LAYERS, gradient=True)
+        for unit in range(_NUM_LAYERS, 0, -1)
     ]
     each_s = shape.drive_s / _NUM_LAYERS
     drives = DriveWork(seconds={visit.unit: each_s for visit in forward}, num_slots=OnDrives().ring_slots)
