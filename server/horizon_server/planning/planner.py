@@ -13,7 +13,7 @@ from typing import Any
 from horizon_server.errors import InvalidSpec
 from horizon_server.network import interface_of
 from horizon_server.planning.data_size import DataSize
-from horizon_server.planning.drives import NodeDrives, check_drives, check_wear, drive_use
+from horizon_server.planning.drives import NodeDrives, check_drives, check_wear, drive_use, space_warnings
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens
@@ -515,6 +515,7 @@ class Planner:
         """What is likely not meant although it fits."""
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
         warnings += of_lanes(case.spec, execution)
+        warnings += space_warnings(DriveLayout(case.folder.layout, execution.drives))
         if case.spec.nodes.is_range and execution.wire != "float32":
             warnings.append(
                 f"nodes is {case.spec.nodes.plain} and train.wire is {execution.wire}, with which the result depends "
