@@ -21,6 +21,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "host_memory": ("Host memory against the plan, and loading", []),
     "prediction": ("The predicted step against the real one", []),
     "link": ("What double buffering hides", []),
+    "drive": ("States on drives", []),
     "ranks": ("Lanes, and several devices", []),
     "methods": (
         "LoRA against full fine-tuning, link-bound",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,12 +11,28 @@ from typing import Any
 import pytest
 import torch
 from tests.support.drives import drive_folders, on_drives, store_on_drives
+from tests.support.plans import settings
 from tests.support.tiny_models import Run, TinyModel
+from tests.support.worker_attempts import (
+    EVALUATED,
+    Daemon,
+    always,
+    assert_same,
+    attempt,
+    result,
+    spec_of,
+    write_inputs,
+)
 
+from horizon_server.children.entry import Line
+from horizon_server.engine.called_trainer import CalledTrainer
 from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.objectives import SESSION_LOSSES, Documents, StepObjective
+from horizon_server.events import TurnWanted
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.drive_layout import DriveLayout
 from horizon_server.store.host_store import HostStore
+from horizon_server.worker_link.orders import RELEASE, TURN, YIELD
 
 MakeModel = Callable[..., TinyModel]
 Start = Callable[..., Run]
@@ -143,3 +160,75 @@ def test_a_checkpoint_comes_from_drives_and_goes_back_to_them(
     assert_same_state(again, in_memory)
     for run in (*runs, third):
         run.trainer.close()
+
+
+def every_turn_is_wanted_back(line: Line) -> bytes:
+    """Grant every turn, and want it back at once."""
+    return TURN + YIELD + RELEASE if isinstance(line, TurnWanted) else b""
+
+
+@pytest.mark.parametrize(
+    ("train", "react"),
+    [
+        ({}, every_turn_is_wanted_back),
+        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, every_turn_is_wanted_back),
+        # Adapters in every layer, whose frozen weights may be those of other jobs too.
+        ({"trainable": "lora", "lora": {"rank": 4}}, always),
+        ({"trainable": "lora", "lora": {"rank": 4, "dora": True}, "compute_dtype": "bfloat16"}, always),
+        ({"trainable": [r"layers\.[12]\."]}, always),
+    ],
+)
+def test_jobs_with_turns_evaluations_and_adapters_end_with_the_same_files(
+    train: dict[str, Any], react: Any, tmp_path: Path
+) -> None:
+    spec = spec_of(5, train=train, checkpoint={"every_steps": 2, "keep_last": 9}, **EVALUATED)
+    folders = drive_folders(tmp_path)
+    for name in ("memory", "drives", "resumed"):
+        (tmp_path / name).mkdir()
+        write_inputs(tmp_path / name, "llama")
+    attempt(tmp_path / "memory", spec, Daemon(react))
+    attempt(tmp_path / "drives", spec, Daemon(react), folders=folders)
+    wanted = result(tmp_path / "memory", 5)
+    assert_same(wanted, result(tmp_path / "drives", 5))
+    # A checkpoint made in memory is continued on drives.
+    shutil.copytree(tmp_path / "memory/checkpoints/step-00000002", tmp_path / "resumed/checkpoints/step-00000002")
+    attempt(tmp_path / "resumed", spec, Daemon(react), resume_at=2, folders=folders)
+    assert_same(wanted, result(tmp_path / "resumed", 5))
+
+
+def test_a_session_on_drives_loads_what_one_in_memory_saved(
+    tiny_model: MakeModel,
+    on_drive: Any,
+    documents: Callable[..., list[torch.Tensor]],
+    pack: Callable[[Sequence[torch.Tensor]], Any],
+) -> None:
+    model = tiny_model("qwen3")
+    stores = [model.store(), on_drive(model)]
+    states = []
+    for store in stores:
+        recipe, execution = settings(optimizer_threads=1, adds_up=True)
+        trainer = CalledTrainer(model.template, store, HostDevice(num_threads=1), recipe, execution, num_steps=20)
+
+        def write(store: HostStore = store) -> None:
+            for name, weight in model.weights.items():
+                with store.writing(name, "lo"):
+                    store.write_master(name, weight / 2)
+            for moments in store.zero(["exp_avg", "exp_avg_sq"]):
+                moments.zero_()
+
+        for step in range(4):
+            if step == 2:
+                trainer.reload(write)
+            for seed in (step, step + 10):
+                batch = [pack(documents(9, 14, seed=seed))]
+                weights_S = torch.ones(sum(row.num_targets for row in batch))
+                objective = StepObjective(
+                    objective=SESSION_LOSSES["cross_entropy"](), documents=Documents.of(batch), weights_S=weights_S
+                )
+                trainer.accumulate(batch, objective, key=seed)
+            trainer.apply(learning_rate=0.01, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1, max_grad_norm=1.0)
+        trainer.flush()
+        states.append(state_of(store))
+        trainer.close()
+    for name, values in states[0].items():
+        assert torch.equal(values, states[1][name]), f"{name} differs"

@@ -26,7 +26,7 @@ from horizon_server.planning.planner import Planner
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_STAYS, Parallel, Residency
 from horizon_server.settings import load_settings
-from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.spec import EVERYTHING, JobSpec, parse_job_spec
 from horizon_server.store import base_plane
 from horizon_server.store.drive_files import lent_files
 from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout
@@ -119,7 +119,8 @@ def worker_request(
     )
     layout = open_for_training(folder / "model", spec.train).layout
     if folders:
-        with_lo = execution.compute_dtype == "bfloat16"
+        # As the planner has it: what adapters or frozen tensors have there may be computed with, or be others' too.
+        with_lo = execution.compute_dtype == "bfloat16" and spec.train.trainable == EVERYTHING
         execution = dataclasses.replace(execution, drives=on_drives(layout, folders, with_lo=with_lo))
     drives = DriveLayout(layout, execution.drives)
     base = None if num_nodes > 1 else plan.base

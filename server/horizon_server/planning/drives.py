@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from horizon_server.spec import JobSpec
 from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.drive_files import DriveSpeed, measure
 from horizon_server.store.drive_layout import DriveLayout, driven_planes
+from horizon_server.texts import size_text
 
 log = structlog.get_logger(__name__)
 
@@ -123,6 +126,19 @@ def check_wear(spec: JobSpec, use: DriveUse | None, drives: NodeDrives | None) -
         "memory.accept_wear",
         f"the job has on drives the {use.text}; {problem}: say memory.accept_wear: true if it may wear them",
     )
+
+
+def space_warnings(layout: DriveLayout) -> list[str]:
+    """What the drives have no room for at the moment. Another node's folders are not looked at. Blocking."""
+    warnings = []
+    for folder, size in zip(layout.on.folders, layout.file_bytes, strict=True):
+        with suppress(OSError):
+            if size > (free := shutil.disk_usage(folder).free):
+                warnings.append(
+                    f"the job's file on {folder} (tier_dirs) takes {size_text(size)}, and {size_text(free)} are free: "
+                    "it fails at its start unless there is room by then"
+                )
+    return warnings
 
 
 def _leaves_lo_alone(folder: ModelFolder, execution: Execution) -> bool:

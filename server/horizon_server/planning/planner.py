@@ -16,7 +16,7 @@ from horizon_server.planning.asked import lanes_of, with_spec
 from horizon_server.planning.case import Case
 from horizon_server.planning.chunks import check_chunks
 from horizon_server.planning.data_size import DataSize
-from horizon_server.planning.drives import NodeDrives, check_drives, check_wear, drive_use
+from horizon_server.planning.drives import NodeDrives, check_drives, check_wear, drive_use, space_warnings
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens
@@ -512,6 +512,7 @@ class Planner:
         """What is likely not meant although it fits."""
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
         warnings += of_lanes(case.spec, execution)
+        warnings += space_warnings(DriveLayout(case.folder.layout, execution.drives))
         if case.spec.nodes.is_range and execution.wire != "float32":
             warnings.append(
                 f"nodes is {case.spec.nodes.plain} and train.wire is {execution.wire}, with which the result depends "

@@ -86,7 +86,7 @@ def protect(mapping: mmap.mmap, start: int, num_bytes: int, *, writable: bool) -
 
 def touch(mapping: mmap.mmap, *, num_threads: int, parts: Iterable[tuple[int, int]] | None = None) -> None:
     """Have the kernel provide every page now, on several threads, leaving the contents as they are; with `parts`, those
-    of these stretches (first byte and the one after the last), which begin on a page.
+    of these stretches (first byte and the one after the last), with the page that each begins on.
 
     Raises:
         DoesNotFit: the kernel has no memory left for the pages.
@@ -94,7 +94,7 @@ def touch(mapping: mmap.mmap, *, num_threads: int, parts: Iterable[tuple[int, in
     pieces = [
         (start, min(_TOUCH_BYTES, stop - start))
         for first, stop in ([(0, len(mapping))] if parts is None else parts)
-        for start in range(first, stop, _TOUCH_BYTES)
+        for start in range(first // mmap.PAGESIZE * mmap.PAGESIZE, stop, _TOUCH_BYTES)
     ]
     anchor = ctypes.c_char.from_buffer(mapping)
     try:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,15 @@ def test_drives_of_unknown_endurance_must_be_accepted(folder: Path) -> None:
         plan(folder, on_drives(spec_of()), limit, drives=unknown)
     found = plan(folder, on_drives(spec_of(), accept_wear=True), limit, drives=unknown)
     assert found.drives is not None and found.drives.endurance_share is None and found.drives.written_bytes
+
+
+def test_a_drive_without_room_is_a_warning(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, drives = needed(folder, spec_of()) - 20 * MIB, dataclasses.replace(DRIVES, folders=(str(tmp_path),))
+    assert not any("tier_dirs" in line for line in plan(folder, on_drives(spec_of()), limit, drives=drives).warnings)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=MIB))
+    (warning,) = [line for line in plan(folder, on_drives(spec_of()), limit, drives=drives).warnings if "tier" in line]
+    assert f"the job's file on {tmp_path}" in warning and "1.0 MiB are free" in warning
 
 
 def test_a_node_without_drives_refuses_by_field(folder: Path) -> None:
