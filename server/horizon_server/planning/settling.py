@@ -18,7 +18,7 @@ from horizon_server.planning.ledger import LayerMemory, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import network_bytes, of_one_node, with_network
 from horizon_server.planning.objective import with_objective, with_weights
-from horizon_server.planning.pages import PagesPlan
+from horizon_server.planning.pages import why_not_paged
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.planning.sampling import with_answers
@@ -349,7 +349,7 @@ def _in_pages(case: Case, execution: Execution) -> str:
     if not has_choice or case.spec.is_session or case.spec.eval.generate is not None:
         return ""
     paged = dataclasses.replace(execution, expert_page_elements=MOST_PAGE_ELEMENTS, residency=NOTHING_STAYS)
-    if not PagesPlan.of(case.folder.layout, paged).units:
+    if why_not_paged(case.folder, paged):
         return ""
     paged = _placed(case, paged)
     if not case.fits(case.ledger(paged), paged):
