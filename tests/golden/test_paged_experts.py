@@ -21,6 +21,7 @@ from horizon_server.engine.paged_experts import Paging
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.pages import NEVER_PAGED
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import ActivationPlacement, Execution
 from horizon_server.spec import LoraSpec, TrainSpec
@@ -133,6 +134,24 @@ def test_what_is_frozen_stays_and_all_else_is_as_of_whole_layers(
     model = frozen_but(eager_model(engine, architecture), is_trained)
     whole, paged = (result(engine.start(model, expert_page_elements=elements), rows) for elements in (0, ONE_EXPERT))
     check_same(whole, paged)
+
+
+def test_experts_in_tensors_of_their_own_that_are_no_views_together(
+    engine: Engine, rows: list[MicroBatch], tmp_path: Path
+) -> None:
+    # 180 elements for each projection of an expert, with a gap before the next one.
+    model = eager_model(engine, "qwen3_moe", hidden_size=36, moe_intermediate_size=5)
+    reference: Any = model.reference()
+    reference.save_pretrained(tmp_path)
+    layout = open_for_training(tmp_path, TrainSpec()).layout
+    model = dataclasses.replace(model, template=Template.from_config(model.config, layout=layout))
+    found = []
+    for elements in (0, 1200):
+        store = filled(layout)
+        model.stores.append(store)
+        run = engine.start(model, store=store, max_grad_norm=0.5, expert_page_elements=elements)
+        found.append(result(run, rows))
+    check_same(*found)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -300,6 +319,7 @@ def test_closing_gives_everything_back(engine: Engine, rows: list[MicroBatch]) -
     [
         (config_of("llama"), "it has no experts"),
         (config_of("llama4_text"), "does not call its experts by transformers' ExpertsInterface"),
+        (config_of("dbrx"), "does not call its experts by transformers' ExpertsInterface"),
         # A norm after the experts.
         (
             AutoConfig.for_model(
@@ -317,9 +337,11 @@ def test_closing_gives_everything_back(engine: Engine, rows: list[MicroBatch]) -
             "compute more with the result of their experts",
         ),
     ],
-    ids=["llama", "llama4_text", "flex_olmo"],
+    ids=["llama", "llama4_text", "dbrx", "flex_olmo"],
 )
 def test_models_that_cannot_be_paged_are_refused_and_say_why(config: PretrainedConfig, why: str) -> None:
     template = Template.from_config(config)
+    # The plan refuses them by name; a dense model has no pages.
+    assert config.model_type in NEVER_PAGED or paged_unit(template.layout.units[1]) is None
     with pytest.raises(InvalidModel, match=rf"memory.experts is paged, .*{why}.*; use memory.experts: whole"):
         Paging.of(template, Execution(expert_page_elements=ONE_EXPERT))

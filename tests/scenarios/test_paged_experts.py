@@ -38,7 +38,8 @@ def write_experts(base: Path, folder: Path, model_type: str, **changes: Any) -> 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": vocab_size}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **heads, **changes}))
+    config = AutoConfig.for_model(model_type, **{**sizes, **heads, **changes})
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 

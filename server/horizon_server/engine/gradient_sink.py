@@ -67,6 +67,7 @@ class GradientSink:
         threads."""
         is_fit = num_lanes == 1 and ranks.is_alone and store.grad_dtype is torch.float32
         assert is_fit or not adds_up, "gradients add up on one device, in one lane, in a plane of fp32"
+        assert not (adds_up and paging.layers), "what adds up is of whole layers"
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._ranks, self._num_lanes, self._paging = ranks, num_lanes, paging
         units = template.layout.units
@@ -369,11 +370,6 @@ class GradientSink:
         if not (unit.kind == "head" and template.layout.shares_gradient):
             self._rings.release(self._open.pop(unit_index), device.d2h)
 
-    @property
-    def _lands(self) -> bool:
-        """Whether gradients of this pass do not land in the store's plane."""
-        return self._landing is not None and (self._adds or self._store.grad_dtype is None)
-
     def open_page(self, unit_index: int, number: int) -> Tensor | None:
         """Zeros for the gradients of a page of a layer's experts, between `open` and `send` of the layer; None where
         they have none. Shapes: [page's trained elements], fp32."""
@@ -388,7 +384,7 @@ class GradientSink:
 
     def _target_of(self, unit_index: int) -> Tensor:
         """Where the gradient of a paged layer lands, part by part."""
-        if not self._lands or self._landing is None:
+        if self._landing is None:
             return self._store.unit(unit_index, "grad")
         if unit_index not in self._landed:
             self._landed[unit_index] = self._landing.take(unit_index, self._device.d2h)
@@ -400,14 +396,9 @@ class GradientSink:
         device.d2h.wait(device.compute.record())
         paged.download(self._paging.layers[unit_index].unit.rest, slot.flat, target, unit_index)
         self._rings.release(slot, device.d2h)
-        loss, reached = self._sets[self._set, 0], self.reached
-        square_sum = self.square_sums[unit_index]
-        summed = device.d2h.record()
-        if not self._adds:
-            summed = paged.sum(target, square_sum, unit_index)
-        if self._store.grad_dtype is not None:
-            self._enqueue_sum(unit_index, target, None)
-        else:
+        loss, square_sum, reached = self._sets[self._set, 0], self.square_sums[unit_index], self.reached
+        summed = paged.sum(target, square_sum, unit_index)
+        if self._landing is not None:
             self._optimizer.update_landed(
                 unit_index,
                 target,
@@ -415,7 +406,6 @@ class GradientSink:
                 self._until_now(lambda: math.isfinite(loss) and math.isfinite(square_sum)),
                 lambda: reached,
             )
-        if self._landing is not None and unit_index in self._landed:
             self._landing.release(self._landed.pop(unit_index), self._optimizer.queue)
 
     def _elements_of(self, unit: UnitLayout) -> int:

@@ -13,6 +13,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.records.execution import Execution
 from horizon_server.store.layout import StoreLayout, UnitLayout
+from horizon_server.store.model_files import text_config
 from horizon_server.store.pages import PagedUnit, paged_unit
 
 
@@ -56,15 +57,28 @@ class PagesPlan:
         return replace(model, intermediate_size=dense, experts=replace(model.experts, one_by_one=True))
 
 
+NEVER_PAGED = frozenset({"afmoe", "axk1", "dbrx", "flex_olmo", "kolibri1", "llama4_text"})
+"""Model types whose classes do not call their experts by transformers' ExpertsInterface, or do more with the result
+than add it up, so that backward needs it before the pages are there (a test compares)."""
+
+
 def check_pages(folder: ModelFolder, execution: Execution) -> None:
     """Let pass what can be in pages.
 
     Raises:
         InvalidSpec: pages are asked for, and the model has no experts that can be.
     """
-    if not execution.expert_page_elements or PagesPlan.of(folder.layout, execution).units:
-        return
-    why = "the model has no layers of experts"
+    if execution.expert_page_elements and (why := why_not_paged(folder, execution)):
+        raise InvalidSpec.of("memory.experts", f"memory.experts is paged, and {why}; or use memory.experts: whole")
+
+
+def why_not_paged(folder: ModelFolder, execution: Execution) -> str:
+    """Why a model's experts cannot be in the pages of an execution; empty where they can."""
+    model_type = text_config(folder.config).get("model_type")
+    if model_type in NEVER_PAGED:
+        return f"the class of {model_type} models computes their experts in a way that cannot be divided"
+    if PagesPlan.of(folder.layout, execution).units:
+        return ""
     if any(unit.packed_bytes for unit in folder.layout.units):
-        why = "the frozen weights are packed (train.lora.base), which a page cannot be; use train.lora.base: source"
-    raise InvalidSpec.of("memory.experts", f"memory.experts is paged, and {why}; or use memory.experts: whole")
+        return "the frozen weights are packed (train.lora.base), which a page cannot be; use train.lora.base: source"
+    return "the model has no layers of experts"

@@ -167,17 +167,20 @@ def test_nothing_of_a_paged_layer_stays_on_the_device(giant: Path) -> None:
     assert (residency.resident_layers, residency.packed_layers) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("train", "why"),
-    [
-        ({"trainable": ["lora"], "lora": {"targets": ["q_proj"], "base": "int8"}}, "are packed (train.lora.base)"),
-    ],
-)
-def test_what_cannot_be_in_pages_is_refused(giant: Path, train: dict[str, Any], why: str) -> None:
-    with pytest.raises(InvalidSpec) as refused:
-        planned(giant, experts="paged", **train)
-    assert why in str(refused.value)
+def test_packed_weights_cannot_be_in_pages(giant: Path) -> None:
+    with pytest.raises(InvalidSpec, match=r"are packed \(train.lora.base\)") as refused:
+        planned(giant, experts="paged", trainable=["lora"], lora={"targets": ["q_proj"], "base": "int8"})
     assert [violation.field for violation in refused.value.violations] == ["memory.experts"]
+
+
+def test_classes_that_cannot_be_paged_are_refused_and_never_advised(giant: Path, tmp_path: Path) -> None:
+    config = json.loads((giant / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "flex_olmo"}))
+    (tmp_path / "model.safetensors").symlink_to(giant / "model.safetensors")
+    with pytest.raises(InvalidSpec, match=r"memory.experts is paged, and the class of flex_olmo models computes"):
+        planned(tmp_path, experts="paged")
+    refused = planned(tmp_path, gpu="rtx-4090", tokens_per_step=2048, sequence_length=1024)
+    assert refused.message and "paged" not in refused.message
 
 
 def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
