@@ -6,6 +6,7 @@ and reports its peak RSS. The daemon's own planning, with its count of recurrent
 
 python -m bench.long_rows                          # all families, about half an hour on two cores
 python -m bench.long_rows llama4_text --packed     # a row of four documents
+python -m bench.long_rows qwen3 --row 16384 --chunk 2048    # in chunks
 """
 
 from __future__ import annotations
@@ -124,14 +125,25 @@ def write_model(folder: Path, family: str, row_tokens: int) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
 
 
-def train(folder: Path, document_lengths: tuple[int, ...]) -> None:
+def train(folder: Path, document_lengths: tuple[int, ...], chunk_tokens: int = 0) -> None:
     """The measured process: two steps, and its peak RSS in bytes."""
-    account(folder, document_lengths)
+    account(folder, document_lengths, chunk_tokens)
     status = Path("/proc/self/status").read_text("ascii")
     print(json.dumps(int(status.split("VmHWM:")[1].split()[0]) * 1024))
 
 
-def account(folder: Path, document_lengths: tuple[int, ...]) -> Mapping[str, int]:
+def execution_of(hidden_size: int, chunk_tokens: int) -> Execution:
+    """How the steps run: in chunks with hidden states that come and go."""
+    return Execution(
+        num_threads=NUM_THREADS,
+        optimizer_threads=NUM_THREADS,
+        micro_batch_tokens=micro_batch_tokens(hidden_size, "host"),
+        chunk_tokens=chunk_tokens,
+        activation_placement="host" if chunk_tokens else "device",
+    )
+
+
+def account(folder: Path, document_lengths: tuple[int, ...], chunk_tokens: int = 0) -> Mapping[str, int]:
     """What the device held at its peak in two steps of one row, by component."""
     import torch
 
@@ -145,9 +157,7 @@ def account(folder: Path, document_lengths: tuple[int, ...]) -> Mapping[str, int
     template = Template.from_folder(folder)
     store = HostStore.allocate(template.layout, grad_dtype=torch.float32)
     load_model(store, folder)
-    execution = Execution(
-        optimizer_threads=NUM_THREADS, micro_batch_tokens=micro_batch_tokens(template.hidden_size, "host")
-    )
+    execution = execution_of(template.hidden_size, chunk_tokens)
     device = HostDevice(num_threads=NUM_THREADS)
     trainer = Trainer(template, store, device, Recipe(learning_rate=1e-5), execution, num_steps=2)
     ids_T = torch.randint(VOCAB, (sum(document_lengths),))
@@ -169,29 +179,30 @@ def account(folder: Path, document_lengths: tuple[int, ...]) -> Mapping[str, int
     return report.device_memory_bytes
 
 
-def planned(folder: Path, lengths: tuple[int, ...]) -> Ledger:
+def planned(folder: Path, lengths: tuple[int, ...], chunk_tokens: int = 0) -> Ledger:
     """The plan of steps of one row of such documents."""
     found = open_model_folder(folder)
     return plan_memory(
         found,
         Recipe(learning_rate=1e-5, tokens_per_step=sum(lengths), sequence_length=sum(lengths)),
-        Execution(num_threads=NUM_THREADS, micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, "host")),
+        execution_of(found.shape.hidden_size, chunk_tokens),
         layer=LayerProbe(child_environment())(found),
         longest_document=max(lengths),
     )
 
 
-def planned_bytes(folder: Path, lengths: tuple[int, ...]) -> int:
+def planned_bytes(folder: Path, lengths: tuple[int, ...], chunk_tokens: int = 0) -> int:
     """Host memory planned for such steps."""
-    return planned(folder, lengths).host_total_bytes
+    return planned(folder, lengths, chunk_tokens).host_total_bytes
 
 
-def measured_bytes(folder: Path, lengths: tuple[int, ...]) -> int:
+def measured_bytes(folder: Path, lengths: tuple[int, ...], chunk_tokens: int = 0) -> int:
     """The peak of a process that takes two such steps."""
     code = (
-        "import sys, pathlib, bench.long_rows as b; b.train(pathlib.Path(sys.argv[1]), tuple(map(int, sys.argv[2:])))"
+        "import sys, pathlib, bench.long_rows as b; "
+        "b.train(pathlib.Path(sys.argv[1]), tuple(map(int, sys.argv[3:])), int(sys.argv[2]))"
     )
-    command = [sys.executable, "-c", code, str(folder), *map(str, lengths)]
+    command = [sys.executable, "-c", code, str(folder), str(chunk_tokens), *map(str, lengths)]
     done = subprocess.run(
         command, check=True, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -210,6 +221,7 @@ def main() -> None:
     )
     parser.add_argument("--row", type=int, default=4096, help="tokens of the row")
     parser.add_argument("--packed", action="store_true", help="four documents in the row")
+    parser.add_argument("--chunk", type=int, default=0, help="tokens of a chunk; without, rows are computed whole")
     arguments = parser.parse_args()
     print("| family | documents | planned peak | measured peak | measured / planned |\n| --- | --- | --- | --- | --- |")
     lengths = (arguments.row // 4,) * 4 if arguments.packed else (arguments.row,)
@@ -223,7 +235,8 @@ def main() -> None:
             )
             command = [sys.executable, "-c", code, name, family, str(arguments.row)]
             subprocess.run(command, check=True, env=child_environment(), stderr=subprocess.DEVNULL)
-            plan_bytes, peak = planned_bytes(Path(name), lengths), measured_bytes(Path(name), lengths)
+            folder, chunk = Path(name), arguments.chunk
+            plan_bytes, peak = planned_bytes(folder, lengths, chunk), measured_bytes(folder, lengths, chunk)
         sizes = f"{plan_bytes / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB"
         print(f"| {family} | {documents} | {sizes} | {peak / plan_bytes:.2f} |", flush=True)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.support.plans import ledger_of
-from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS
+from tests.support.tiny_models import ARCHITECTURES, CHANGES, MIXES_DOCUMENTS
+from tests.support.worker_attempts import LONG_ROPE
 from torch import Tensor
 
 from horizon_server.engine.objectives import DPO, Documents, StepObjective
@@ -203,6 +204,22 @@ def test_hidden_states_that_come_by_chunk_give_the_same_bits(
         one, other = kept.trainer.train_step(rows), streamed.trainer.train_step(rows)
         assert other.loss == one.loss
         assert torch.equal(streamed.gradients(), kept.gradients())
+
+
+def test_a_state_beside_attention_is_found_on_the_weights(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"d_ssm": 32, "n_heads": 4, "d_head": 8, "d_state": 8, "n_groups": 1, "chunk_size": 8}
+    monkeypatch.setitem(CHANGES, "falcon_h1", {f"mamba_{name}": size for name, size in sizes.items()})
+    # Every layer has attention of ours, and a state space next to it.
+    run = engine.start(engine.tiny_model("falcon_h1"), chunk_tokens=8)
+    with pytest.raises(InvalidModel, match=r"model_type 'falcon_h1': its layers compute something else in chunks"):
+        run.trainer.train_step([engine.pack(engine.documents(31))])
+
+
+def test_rows_whose_length_changes_positions_are_refused(engine: Engine) -> None:
+    run = engine.start(engine.tiny_model("phi3", **LONG_ROPE), chunk_tokens=8)
+    assert run.trainer.train_step([engine.pack(engine.documents(15))]).skipped == ""
+    with pytest.raises(InvalidModel, match=r"model_type 'phi3': it counts positions otherwise in rows of more than 16"):
+        run.trainer.train_step([engine.pack(engine.documents(31))])
 
 
 def step_over_one_document(engine: Engine, tokens: int, chunk_tokens: int) -> tuple[Ledger, StepFigures]:

@@ -69,13 +69,15 @@ class ChunkTrial:
             raise _refused(self._template, "its layers compute something else in chunks (tried on its weights)")
 
     def _try(self) -> bool:
-        rows = [trial_row(random_documents(self._template.vocab_size, CHUNK_TRIAL_TOKENS))]
+        limits = (CHUNK_TRIAL_TOKENS, self._template.packing_limit, self._template.max_document_tokens)
+        num_tokens = min(limit for limit in limits if limit is not None)
+        rows = [trial_row(random_documents(self._template.vocab_size, num_tokens))]
 
         def added_by(chunk_tokens: int) -> Tensor:
             inputs_ND, outputs_ND = self._hidden_states(rows, chunk_tokens)
             return (outputs_ND - inputs_ND).float()
 
-        whole_ND, chunked_ND = added_by(0), added_by(CHUNK_TRIAL_TOKENS // 3)
+        whole_ND, chunked_ND = added_by(0), added_by(max(1, num_tokens // 3))
         return is_rounding(chunked_ND, whole_ND, lambda: added_by(0), self._device.compute_dtype)
 
 
