@@ -60,7 +60,7 @@ def states_in(folder: str, num_layers: int, elements: int) -> Iterator[tuple[Dri
     """The states of these layers on a drive, and the descriptor of their file."""
     layout = layout_of(num_layers, elements)
     units = tuple(unit.index for unit in layout.units if unit.kind == "layer")
-    on = OnDrives(units=units, planes=driven_planes(with_lo=True), folders=(folder,))
+    on = OnDrives(units=units, planes=driven_planes(layout, with_lo=True), folders=(folder,))
     drives = DriveLayout(layout, on)
     with ExitStack() as stack:
         fds = stack.enter_context(lent_memory({INDEX_PLANE: drives.index_bytes}))

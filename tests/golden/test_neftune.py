@@ -14,7 +14,7 @@ from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.forward_backward import NOISE
+from horizon_server.engine.embedding_noise import NOISE
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
 

@@ -4,6 +4,7 @@ read, and the account is the plan's."""
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -284,6 +285,25 @@ def test_the_account_is_the_plans(
     report = run.trainer.train_step([engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))])
     for component in ("weights", "moments", "gradients", "activations"):
         assert report.device_memory_bytes[component] == plan.device_bytes[component]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("options", CLIPPING, ids=str)
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+def test_a_slow_device_is_waited_for(
+    kind: str, options: dict[str, Any], lanes: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine.tiny_model("llama")
+    wanted = trained(engine, started(engine, model, kind, lanes=lanes, **options))
+    update = DeviceStates.update
+
+    def slow(*arguments: Any) -> None:
+        # Long enough for the next layer's backward and the next step's forward.
+        time.sleep(0.05)
+        update(*arguments)
+
+    monkeypatch.setattr(DeviceStates, "update", slow)
+    assert_same(wanted, trained(engine, started(engine, model, kind, lanes=lanes, **ALL, **options)))
 
 
 def test_without_states_nothing_is_there(engine: Engine) -> None:

@@ -25,6 +25,7 @@ from horizon_server.engine.chunk_trial import key_sizes
 from horizon_server.engine.chunked_keys import ChunkedKeys
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device, Event
+from horizon_server.engine.embedding_noise import noise_magnitudes, noise_of
 from horizon_server.engine.fp8 import Fp8Visit
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.head_pass import HeadPass
@@ -52,8 +53,6 @@ Enqueue = Callable[[Tensor], None]
 
 # That the driver queues before compute has reached them.
 _UNITS_AHEAD = 2
-# In the place of a unit's index: the noise on the embeddings has numbers of its own, apart from dropout's.
-NOISE = -1
 
 
 class ForwardBackward:
@@ -300,17 +299,21 @@ class ForwardBackward:
         )
 
     def _pass_tokens(self, rows: StepRows, lanes: range, key: StepKey | None, chunk_tokens: int) -> PassTokens:
-        by_rows, has_noise = self._template.embeds_by_rows, key is not None and self._recipe.neftune_noise_alpha
+        template = self._template
+        # Only a training step has noise.
+        alpha = 0.0 if key is None else self._recipe.neftune_noise_alpha
         return PassTokens(
             tokens=StepTokens.of(
                 [rows.lanes[lane] for lane in lanes],
                 self._device,
-                num_rows=None if by_rows else self._template.vocab_size,
+                num_rows=None if template.embeds_by_rows else template.vocab_size,
                 chunk_tokens=chunk_tokens,
             ),
             lanes=lanes,
             num_lanes=len(rows.lanes),
-            noise_N1=self._noise_magnitudes(rows.of(lanes)) if has_noise else None,
+            noise_N1=noise_magnitudes(rows.of(lanes), self._template.hidden_size, alpha, self._device)
+            if alpha
+            else None,
         )
 
     def _row_exchange(self, rows: StepRows) -> RowExchange | None:
@@ -321,29 +324,6 @@ class ForwardBackward:
             used = rows.rows_in_use(range(1))
             return RowExchange.between([used] * self._ranks.num_ranks, self._ranks, self._owned_rows)
         return RowExchange.of(rows, self._ranks, self._owned_rows)
-
-    def _noise_magnitudes(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """NEFTune's alpha / sqrt(L * D) for each token, where L is the length of its document. Shapes: [N, 1]."""
-        lengths = torch.tensor(
-            [length for micro_batch in micro_batches for length in micro_batch.document_lengths], dtype=torch.int64
-        )
-        magnitudes = self._recipe.neftune_noise_alpha / (lengths * self._template.hidden_size).sqrt()
-        return self._device.place(magnitudes.repeat_interleave(lengths)[:, None])
-
-    def _noise(self, current: StepPass, part: PassTokens, index: int) -> Tensor | None:
-        """The noise on the embeddings of a micro-batch, the same in forward and backward; None without. Shapes: [1, T,
-        D].
-
-        Source: NEFTune (arXiv 2310.05914). Each document has the noise that it would have alone, however rows are
-        packed.
-        """
-        if part.noise_N1 is None or current.key is None:
-            return None
-        magnitudes_T1 = part.noise_N1[part.tokens.spans[index]]
-        shape = (1, magnitudes_T1.shape[0], self._template.hidden_size)
-        noise_1TD = torch.empty(shape, dtype=self._device.compute_dtype, device=magnitudes_T1.device)
-        self._device.generator.manual_seed(current.key.seed_of(NOISE, part.name_of(index)))
-        return noise_1TD.uniform_(-1.0, 1.0, generator=self._device.generator).mul_(magnitudes_T1)
 
     def _run(self, current: StepPass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
@@ -372,7 +352,7 @@ class ForwardBackward:
         def embed(index: int, span: slice, output_TD: Tensor) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
             parameters[template.table_place.name] = self._table(tokens, flat, by_rows=template.embeds_by_rows)
-            noise_1TD = self._noise(current, part, index)
+            noise_1TD = noise_of(current, part, index, template.hidden_size, self._device)
             current.seed(0, part.name_of(index))
             with torch.no_grad(), charged(self._device, 0 if noise_1TD is None else noise_1TD.nbytes):
                 hidden_1TD, calls = template.embed(
@@ -509,7 +489,7 @@ class ForwardBackward:
             # rest of this.
             weight_TD = self._table(tokens, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_(has_table)
             leaves[template.table_place.name] = weight_TD
-            noise_1TD = self._noise(current, part, index)
+            noise_1TD = noise_of(current, part, index, template.hidden_size, self._device)
             current.seed(0, part.name_of(index))
             with self._device.workspace(("embedding", len(gradient_TD))):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)

@@ -317,7 +317,7 @@ class GradientSink:
             return
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
         slot, landing, stays = self._open[unit_index], None, self._optimizer.states.holds(unit_index)
-        lands = self._lands
+        lands = self._landing is not None and (self._adds or self._store.grad_dtype is None)
         if rows_R is not None:
             gradient = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
             target = self._row_values[: gradient.numel()]

@@ -6,7 +6,6 @@ Thread: one driving thread per trainer.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from horizon_server.engine.device_states import DeviceStates
 from horizon_server.engine.forward_backward import ForwardBackward
 from horizon_server.engine.fp8 import check_supported
 from horizon_server.engine.gradient_sink import GradientSink
+from horizon_server.engine.lane_deal import LaneDeal
 from horizon_server.engine.lanes import StepRows, lane_of_each
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
@@ -48,7 +48,6 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.lane_tree import dealt
 from horizon_server.planning.residency import state_units
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
@@ -56,10 +55,6 @@ from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
 _STATE_VERSION = 1
-_MEASURED_STEPS = 3
-"""By which lanes are dealt, after one that does not count."""
-_WORTH_DEALING = 0.9
-"""Lanes are divided again where the slowest rank would take less than this part of its time."""
 
 
 class Trainer:
@@ -100,7 +95,7 @@ class Trainer:
         table = template.embedding_name if is_table_trained else None
         self._ranks, self._is_together, self._is_released = ranks, False, False
         self._packs: bool | None = None
-        self._speeds: list[list[float]] = []
+        self._lane_deal = LaneDeal()
         states = DeviceStates(
             store, device, self._with_states, exact_pieces=template.trained_exact_pieces, num_threads=num_threads
         )
@@ -465,24 +460,9 @@ class Trainer:
             self._is_together = not is_first
 
     def _deal(self, measured: list[list[float]]) -> None:
-        """Give the ranks lanes by their speed, where that makes steps shorter. `measured` are the seconds and tokens of
-        each rank in the last step; all ranks have the same numbers, and come to the same result. No bit of a step
-        depends on it."""
-        # The first step of a process, or after other lanes, is slower than the next ones.
-        if all(tokens > 0 and seconds > 0 for seconds, tokens in measured):
-            self._speeds.append([tokens / seconds for seconds, tokens in measured])
-        if len(self._speeds) <= _MEASURED_STEPS:
-            return
-        by_rank = zip(*self._speeds[1:], strict=True)
-        speeds = [statistics.median(of_rank) for of_rank in by_rank]
-        self._speeds.clear()
-        lanes = self._execution.lanes
-        sizes, before = dealt(lanes, speeds), [len(of_rank) for of_rank in self._ranks.lanes(lanes)]
-
-        def longest(sizes: Sequence[int]) -> float:
-            return max(float(size / speed) for size, speed in zip(sizes, speeds, strict=True))
-
-        if longest(sizes) < _WORTH_DEALING * longest(before):
+        """Give the ranks lanes by what each has measured in the last step. No bit of a step depends on it."""
+        sizes = self._lane_deal.after_step(measured, [len(one) for one in self._ranks.lanes(self._execution.lanes)])
+        if sizes is not None:
             # Not later: what the queues hold is of this step.
             self._device.drain()
             self._ranks.deal(sizes)

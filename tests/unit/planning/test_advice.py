@@ -47,9 +47,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "max_position_embeddings": 1 << 17,
             "tie_word_embeddings": False,
         }
-        layer = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
+        layer: dict[str, tuple[int, ...]] = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
         layer |= {f"self_attn.{name}_proj": (HIDDEN // 4, HIDDEN) for name in "kv"}
-        layer |= {f"{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
+        layer["input_layernorm"] = layer["post_attention_layernorm"] = (HIDDEN,)
         if kind == "mixtral":
             config |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
             layer["block_sparse_moe.gate"] = (NUM_EXPERTS, HIDDEN)
@@ -122,7 +122,7 @@ def test_taking_the_advice_fits(
 ) -> None:
     plain, folder, enough = spec_of(row_tokens, **train), folders[kind], 1 << 50
     whole = plan_of(folder, parse_job_spec(plain), host_bytes=enough, arena_bytes=enough, has_drives=has_drives)
-    limits = {
+    limits: dict[str, Any] = {
         "host_bytes": int(host_share * whole.host_total_bytes),
         "arena_bytes": int(arena_share * whole.device_total_bytes),
         "has_drives": has_drives,
