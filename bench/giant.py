@@ -1,8 +1,8 @@
 """What a node with a GPU of 141 GB and 1.5 TB of host memory trains of the largest open models, by the planner itself.
 
 A forecast, not a measurement: the folders have the models' configurations and the headers of their weights and none of
-their bytes, and the rates are estimated from data sheets (`planning/gpus.py`). docs/performance.md shows the tables,
-and a test keeps them equal to what this prints.
+their bytes, the rates of the GPU are estimated from data sheets (`planning/gpus.py`), and those of four drives of PCIe
+5, with what they are rated for, are what such drives are sold as.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_server.planning.machine import HostMemory
+from horizon_server.errors import InvalidSpec
+from horizon_server.planning.drives import NodeDrives
+from horizon_server.planning.gpus import estimated_rates, gpu_named
+from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.planner import Planner
-from horizon_server.records.plan import Plan, PlannedMachine
+from horizon_server.planning.rates import DriveRates
+from horizon_server.records.plan import Plan
 from horizon_server.settings import load_settings
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.model_files import CONFIG_FILE
@@ -30,6 +34,11 @@ from horizon_server.store.safetensors_files import write_outline
 
 GPU, HOST_GBPS, HOST_BYTES = "h200", 400.0, 1_500 * 10**9
 ROW_TOKENS = 4_096
+DRIVES = NodeDrives(
+    folders=tuple(f"/drives/{number}" for number in range(4)),
+    rates=DriveRates(read_bytes_per_s=27e9, write_bytes_per_s=11e9),
+    endurance_bytes=4 * 14 * 10**15,
+)
 _GIGA = 1e9
 
 DENSE: Mapping[str, Any] = {
@@ -68,11 +77,17 @@ class Form:
 
     title: str
     train: Mapping[str, Any] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
 
+_COMPRESSED, _DRIVE = {"optimizer_states": "compressed"}, {"tier": "drive", "accept_wear": True}
 FORMS = (
     Form(title="exact, clipping"),
     Form(title="exact, no clipping", train={"max_grad_norm": None}),
+    Form(title="compressed, clipping", train=_COMPRESSED),
+    Form(title="exact, clipping, drives", memory=_DRIVE),
+    Form(title="compressed, clipping, drives", train=_COMPRESSED, memory=_DRIVE),
+    Form(title="compressed, clipping, experts in pages", train=_COMPRESSED, memory={"experts": "paged"}),
     Form(title="LoRA", train={"trainable": "lora"}),
 )
 
@@ -93,29 +108,40 @@ def outline(config: Mapping[str, Any]) -> Iterator[Path]:
 
 def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
     """Of a job with steps of that many tokens, on the machine above."""
-    memory = HostMemory(limit_bytes=HOST_BYTES, available_bytes=HOST_BYTES)
-    planner = Planner(load_settings(), memory=lambda: memory, num_threads=32)
-    train = {"max_steps": 100, "tokens_per_step": num_tokens, "sequence_length": ROW_TOKENS, **form.train}
-    spec = parse_job_spec({"name": "giant", "model": "giant", "dataset": "rows", "device": "cuda", "train": train})
-    machine = PlannedMachine(gpu=GPU, host_gbps=HOST_GBPS, host_memory_bytes=HOST_BYTES)
-    return planner.plan_elsewhere(spec, folder, machine)
+    memory, gpu = HostMemory(limit_bytes=HOST_BYTES, available_bytes=HOST_BYTES), gpu_named(GPU)
+    planner = Planner(
+        load_settings(),
+        memory=lambda: memory,
+        num_threads=32,
+        accelerators=(Accelerator(index=0, name=gpu.device_name, memory_bytes=gpu.memory_bytes),),
+        rates=lambda: {"cuda": estimated_rates(GPU, host_bytes_per_s=HOST_GBPS * _GIGA)},
+        drives=DRIVES,
+    )
+    train = {"max_steps": 1000, "tokens_per_step": num_tokens, "sequence_length": ROW_TOKENS, **form.train}
+    spec = {"name": "giant", "model": "giant", "dataset": "rows", "device": "cuda", "train": train}
+    return planner.plan(parse_job_spec({**spec, "memory": dict(form.memory)}), folder)
 
 
 def plans_table(num_tokens: int) -> list[str]:
     """What fits, how fast it is and what limits it, as lines of Markdown."""
     lines = [
-        "| model | form | host, GB | GPU, GB | fits | tokens/s | bound by |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model | form | host, GB | GPU, GB | drives, GB a step | fits | tokens/s | bound by |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, config in MODELS.items():
         with outline(config) as folder:
             for form in FORMS:
-                plan = plan_of(folder, form, num_tokens=num_tokens)
+                try:
+                    plan = plan_of(folder, form, num_tokens=num_tokens)
+                except InvalidSpec:
+                    # A dense model has no experts.
+                    continue
                 assert plan.prediction is not None, "the GPU is in the table"
                 host, device = plan.host_total_bytes / _GIGA, plan.device_total_bytes / _GIGA
                 speed = f"{plan.prediction.tokens_per_second:,.0f} | {plan.prediction.bound}" if plan.fits else "- | -"
+                written = f"{plan.drives.num_bytes / _GIGA:,.0f}" if plan.drives is not None else "-"
                 fits = "yes" if plan.fits else "no"
-                lines.append(f"| {name} | {form.title} | {host:,.0f} | {device:,.0f} | {fits} | {speed} |")
+                lines.append(f"| {name} | {form.title} | {host:,.0f} | {device:,.0f} | {written} | {fits} | {speed} |")
     return lines
 
 
@@ -140,7 +166,8 @@ def main() -> None:
     if arguments.largest:
         print("\n| form | largest dense model, 10^9 parameters |\n| --- | --- |")
         for form in FORMS:
-            print(f"| {form.title} | {largest(form, num_tokens=arguments.tokens):.0f} |")
+            if "experts" not in form.memory:
+                print(f"| {form.title} | {largest(form, num_tokens=arguments.tokens):.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ planning the job with each. Loads no torch."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -68,21 +69,17 @@ def why_not(case: Case, execution: Execution, ledger: Ledger, others: Sequence[P
 
 
 def _cheapest(case: Case, execution: Execution) -> _Fit | None:
-    """Of the changes that make the job fit and learn the same, or nearly, the one with the shortest steps: one change,
-    or two where no single one is enough, or more. None where nothing makes it fit."""
+    """Of the changes that make the job fit and learn the same, or nearly, the one with the shortest steps: changes of
+    one kind of memory, and of both kinds where none is enough. None where nothing makes it fit."""
     chunks = _chunks(case, execution)
-    singles: list[Sequence[_Change]] = [(_COMPRESSED,), (_DRIVE,), (_PAGED,)]
-    in_memory: list[Sequence[_Change]] = [(_COMPRESSED,), (_DRIVE,), (_COMPRESSED, _DRIVE)]
-    several = [
-        (_COMPRESSED, _DRIVE),
-        *((*some, _PAGED) for some in in_memory),
-        *((*some, chunk) for some in in_memory for chunk in chunks),
-    ]
-    found = [fit for changes in singles if (fit := _with(case, execution, changes)) is not None]
+    of_host: list[Sequence[_Change]] = [(_COMPRESSED,), (_DRIVE,), (_COMPRESSED, _DRIVE)]
     # The largest chunks that fit are the fastest.
-    found += [fit for fit in (next(_fitting(case, execution, chunks), None),) if fit is not None]
+    of_device = itertools.chain([(_PAGED,)], ((chunk,) for chunk in chunks))
+    found = [fit for changes in of_host if (fit := _with(case, execution, changes)) is not None]
+    found += itertools.islice(_fitting(case, execution, of_device), 1)
     if not found:
-        found = [fit for changes in several if (fit := _with(case, execution, changes)) is not None]
+        both = [(*some, other) for some in of_host for other in (_PAGED, *chunks)]
+        found = list(_fitting(case, execution, both))
     return min(found, key=lambda fit: fit.step_s, default=None)
 
 
@@ -96,10 +93,8 @@ def _chunks(case: Case, execution: Execution) -> list[_Change]:
     return tried
 
 
-def _fitting(case: Case, execution: Execution, changes: Sequence[_Change]) -> Iterator[_Fit]:
-    for change in changes:
-        if (fit := _with(case, execution, (change,))) is not None:
-            yield fit
+def _fitting(case: Case, execution: Execution, tried: Iterable[Sequence[_Change]]) -> Iterator[_Fit]:
+    return (fit for changes in tried if (fit := _with(case, execution, changes)) is not None)
 
 
 def _with(case: Case, execution: Execution, changes: Sequence[_Change]) -> _Fit | None:
