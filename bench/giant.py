@@ -69,6 +69,7 @@ _GROWING = {
     "vocab_size": 128256,
 }
 _MOST_LAYERS = 1000
+_ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +95,21 @@ FORMS = (
 
 @contextmanager
 def outline(config: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes."""
+    """A folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes. All layers
+    are alike."""
     known = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(known)  # type: ignore[no-untyped-call]
+        one_layer: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.for_model(**{**config, **_ONE_LAYER})
+        )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / CONFIG_FILE).write_text(json.dumps(known.to_dict()), "utf-8")
-        tensors = [(name, "BF16", tuple(value.shape)) for name, value in model.state_dict().items()]
+        tensors = [
+            (name.replace(".layers.0.", f".layers.{layer}."), "BF16", tuple(value.shape))
+            for name, value in one_layer.state_dict().items()
+            for layer in (range(known.num_hidden_layers) if ".layers.0." in name else [0])
+        ]
         write_outline(folder / "model.safetensors", tensors)
         yield folder
 
@@ -160,7 +168,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a step (default %(default)s)")
-    parser.add_argument("--largest", action="store_true", help="the largest dense model that fits, too: minutes")
+    parser.add_argument("--largest", action="store_true", help="the largest dense model that fits, too")
     arguments = parser.parse_args()
     print("\n".join(plans_table(arguments.tokens)))
     if arguments.largest:
