@@ -186,7 +186,8 @@ def template_of(config: PretrainedConfig) -> Template:
     """
     if torch.cuda.is_available():
         return Template.from_config(config)  # a template is for one device
-    key = config.to_json_string(use_diff=False)
+    # Which function computes experts is no part of what a config writes down.
+    key = f"{config._experts_implementation} {config.to_json_string(use_diff=False)}"
     if key not in _TEMPLATES:
         _TEMPLATES[key] = Template.from_config(copy.deepcopy(config))
     return _TEMPLATES[key]
