@@ -2,7 +2,8 @@
 
 A forecast, not a measurement: the folders have the models' configurations and the headers of their weights and none of
 their bytes, the rates of the GPU are estimated from data sheets (`planning/gpus.py`), and those of four drives of PCIe
-5, with what they are rated for, are what such drives are sold as.
+5, with what they are rated for, are what such drives are sold as. docs/larger.md shows the table, and a test keeps it
+equal to what this prints.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.store.safetensors_files import write_outline
 
 GPU, HOST_GBPS, HOST_BYTES = "h200", 400.0, 1_500 * 10**9
-ROW_TOKENS = 4_096
+NUM_TOKENS, ROW_TOKENS = 32_768, 4_096
 DRIVES = NodeDrives(
     folders=tuple(f"/drives/{number}" for number in range(4)),
     rates=DriveRates(read_bytes_per_s=27e9, write_bytes_per_s=11e9),
@@ -95,8 +96,8 @@ FORMS = (
 
 @contextmanager
 def outline(config: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes. All layers
-    are alike."""
+    """A folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes. Its
+    layers are all alike."""
     known = AutoConfig.for_model(**config)
     with torch.device("meta"):
         one_layer: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -130,7 +131,7 @@ def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
     return planner.plan(parse_job_spec({**spec, "memory": dict(form.memory)}), folder)
 
 
-def plans_table(num_tokens: int) -> list[str]:
+def table(num_tokens: int = NUM_TOKENS) -> list[str]:
     """What fits, how fast it is and what limits it, as lines of Markdown."""
     lines = [
         "| model | form | host, GB | GPU, GB | drives, GB a step | fits | tokens/s | bound by |",
@@ -167,10 +168,10 @@ def largest(form: Form, *, num_tokens: int) -> float:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a step (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="tokens of a step (default %(default)s)")
     parser.add_argument("--largest", action="store_true", help="the largest dense model that fits, too")
     arguments = parser.parse_args()
-    print("\n".join(plans_table(arguments.tokens)))
+    print("\n".join(table(arguments.tokens)))
     if arguments.largest:
         print("\n| form | largest dense model, 10^9 parameters |\n| --- | --- |")
         for form in FORMS:
