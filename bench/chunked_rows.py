@@ -98,7 +98,7 @@ def _without_attention(work: StepWork) -> StepWork:
 
 
 def measure(row_tokens: int, rounds: int) -> list[str]:
-    """Steps of one document of so many tokens, in chunks against as a whole, as lines of Markdown."""
+    """Steps of one document of that many tokens, in chunks against as a whole, as lines of Markdown."""
     config = Qwen3Config(
         hidden_size=256,
         intermediate_size=768,

@@ -219,7 +219,7 @@ def emulated(folder: str, shape: Shape, *, alone: bool = False, num_steps: int =
 
 
 def predicted(shape: Shape, times: float) -> float:
-    """What the planner says of the same step, whose layers take so many times as long."""
+    """What the planner says of the same step, whose layers take that many times as long."""
     forward = [
         Visit(unit=unit, ring="layer", upload_s=0.0, compute_s=times * shape.forward_s / _NUM_LAYERS)
         for unit in range(1, _NUM_LAYERS + 1)

@@ -58,7 +58,7 @@ class Data:
     """Of pairs, by the identity of their first row, the log-probabilities of the model that training starts from."""
 
     def steps(self, num_steps: int, tokens: int, seed: int) -> Iterator[list[MicroBatch]]:
-        """Rows of up to so many tokens, in the order of the seed, again and again."""
+        """Rows of up to that many tokens, in the order of the seed, again and again."""
         generator, size = torch.Generator().manual_seed(seed), 2 if self.pairs else 1
         order: list[int] = []
         for _ in range(num_steps):

@@ -306,7 +306,7 @@ class DriveStates:
             failure = DriveFailed(
                 f"the drive of {self._folder(piece)} (tier_dirs) failed: {os_problem(error)}; {_ADVICE}"
             )
-        except Exception as error:  # noqa: BLE001 - whoever waits for the piece must hear of it
+        except Exception as error:  # noqa: BLE001 - what waits for the piece must learn of it
             failure = DriveFailed(f"states on the drive of {self._folder(piece)} were not moved: {error!r}")
         progress.advance()
         with self._changed:

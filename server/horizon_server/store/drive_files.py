@@ -1,7 +1,7 @@
 """The files of jobs on the node's drives, and whether a folder of `tier_dirs` can have them.
 
 Files have no name: the kernel frees one when the last process that has it open is gone, so nothing is left behind,
-whoever is killed. The daemon makes them and lends them to workers by descriptor, like planes of memory. Their space is
+whichever of them is killed. The daemon makes them and lends them to workers by descriptor, like planes of memory. Their space is
 allocated when they are made: a drive does not become full in the middle of a step.
 
 Source: open(2), O_TMPFILE and O_DIRECT.
@@ -75,7 +75,7 @@ def lent_files(folders: Sequence[str], sizes: Sequence[int]) -> Iterator[dict[st
 
 
 def measure(folder: Path, *, num_bytes: int = _MEASURED_BYTES) -> DriveSpeed:
-    """Say whether a folder can be used, and how fast its drive is: so many bytes are written once and read once, on as
+    """Say whether a folder can be used, and how fast its drive is: that many bytes are written once and read once, on as
     many threads as jobs use. Blocking."""
     try:
         if (kind := _file_system(folder)) in _IN_MEMORY:
@@ -125,7 +125,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _seconds(move: Callable[[mmap.mmap, int], None], num_bytes: int) -> float:
-    """The time that moving so many bytes takes, piece by piece, on the threads of a drive."""
+    """The time that moving that many bytes takes, piece by piece, on the threads of a drive."""
     buffers = [mmap.mmap(-1, PIECE_BYTES) for _ in range(THREADS_PER_DRIVE)]
     for buffer in buffers:
         # The kernel provides the pages now, and drives that compress zeros show nothing.
