@@ -21,8 +21,8 @@ from horizon_server.errors import InvalidModel
 from horizon_server.planning.ledger import CHUNK_TRIAL_TOKENS
 
 HiddenStates = Callable[[Sequence[MicroBatch], int], tuple[Tensor, Tensor]]
-"""Runs rows through the layers, in chunks of that many tokens or, with 0, as a whole: what goes into the first layer and
-what comes out of the last."""
+"""Runs rows through the layers, in chunks of that many tokens or, with 0, as a whole: what goes into the first layer
+and what comes out of the last."""
 
 
 def key_sizes(template: Template) -> list[KeySizes]:

@@ -1,8 +1,8 @@
 """The files of jobs on the node's drives, and whether a folder of `tier_dirs` can have them.
 
 Files have no name: the kernel frees one when the last process that has it open is gone, so nothing is left behind,
-whichever of them is killed. The daemon makes them and lends them to workers by descriptor, like planes of memory. Their space is
-allocated when they are made: a drive does not become full in the middle of a step.
+whichever of them is killed. The daemon makes them and lends them to workers by descriptor, like planes of memory. Their
+space is allocated when they are made: a drive does not become full in the middle of a step.
 
 Source: open(2), O_TMPFILE and O_DIRECT.
 """
@@ -75,8 +75,8 @@ def lent_files(folders: Sequence[str], sizes: Sequence[int]) -> Iterator[dict[st
 
 
 def measure(folder: Path, *, num_bytes: int = _MEASURED_BYTES) -> DriveSpeed:
-    """Say whether a folder can be used, and how fast its drive is: that many bytes are written once and read once, on as
-    many threads as jobs use. Blocking."""
+    """Say whether a folder can be used, and how fast its drive is: that many bytes are written once and read once, on
+    as many threads as jobs use. Blocking."""
     try:
         if (kind := _file_system(folder)) in _IN_MEMORY:
             return DriveSpeed(folder=str(folder), problem=f"it is on {kind}, which is memory and not a drive")
