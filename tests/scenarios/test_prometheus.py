@@ -28,6 +28,7 @@ EMPTY_HERE = {
     r"DCGM_": "dcgm-exporter needs a GPU",
     r"tls_certificate_expiry": "on loopback there is no certificate",
     r"horizon_(collective|rank)_": "no job here has several devices",
+    r"horizon_drive_": "no job here has states on drives",
     r"horizon_fleet_": "no further nodes and boxes are set",
 }
 """Queries without data, with their reasons."""
