@@ -51,6 +51,7 @@ class DeviceStates:
         """`exact_pieces` are those of a unit's trained parameters that are computed with in fp32 where others are in
         bf16."""
         self._store, self._device, self._num_threads = store, device, num_threads
+        assert not units or not store.layout.is_compressed, "the device has no kernel for compressed states"
         of_store = [store.layout.units[index] for index in units]
         self._units = {unit.index: unit for unit in of_store if unit.trained_elements}
         self._is_fp32 = device.compute_dtype is torch.float32
