@@ -39,16 +39,26 @@ POINTERS = {
     "scales": "*u8",
     "group_scales": "*fp32",
     "levels": "*fp32",
+    "hi": "*i16",
+    "lo": "*i16",
+    "exp_avg": "*fp32",
+    "exp_avg_sq": "*fp32",
+    "grads": "*fp32",
 } | dict.fromkeys(
     ("values", "added", "total", "weight", "out", "gradient", "gate", "up", "for_gate", "for_up", "cos", "sin"), "*bf16"
 )
-NUMBERS = {"eps": "fp32", "offset": "fp32"}
+NUMBERS = {"eps": "fp32", "offset": "fp32"} | dict.fromkeys(
+    ("grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "scaled_eps", "step_size", "decay_factor"),
+    "fp32",
+)
 
 
 def machine_code(kernel: Any, constants: Mapping[str, Any], num_warps: int) -> Any:
     """A kernel compiled for an H100, of bf16 tensors and 32-bit sizes."""
     names = kernel.arg_names
     kinds = {name: (POINTERS | NUMBERS).get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
+    if constants.get("GRADS_ARE_BF16"):
+        kinds["grads"] = "*i16"
     by_place = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=by_place)
     return triton.compile(source, target=H100, options={"num_warps": num_warps})
