@@ -9,15 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
-from horizon_server.figures import (
-    CollectiveFigures,
-    DriveFigures,
-    EvalFigures,
-    EvalSetFigures,
-    RankFigures,
-    TransferFigures,
-)
-from horizon_server.records.execution import Execution, OnDrives
+from horizon_server.figures import CollectiveFigures, EvalFigures, EvalSetFigures, RankFigures, TransferFigures
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.records.sharing import ShareUse
@@ -150,16 +142,6 @@ def test_counters_add_up_over_steps_and_jobs(metrics: Metrics) -> None:
     assert _value(metrics, "horizon_optimizer_seconds_total") == 2.0
     assert _value(metrics, "horizon_optimizer_exposed_seconds_total") == 0.5
     assert _value(metrics, "horizon_tokens_total", project="lab") == 256
-
-
-def test_what_jobs_read_from_drives_and_write_adds_up_by_drive(metrics: Metrics) -> None:
-    drives = OnDrives(units=(1,), planes=("exp_avg",), folders=("/nvme0", "/nvme1"))
-    plan = dataclasses.replace(_plan(), execution=Execution(drives=drives))
-    moved = tuple(DriveFigures(read_bytes=10 * number, written_bytes=number) for number in (1, 2))
-    for number in (1, 2):
-        metrics.on_payload(dataclasses.replace(_job(), plan=plan), _step(number, drives=moved))
-    assert _value(metrics, "horizon_drive_read_bytes_total", drive="/nvme1") == 40
-    assert _value(metrics, "horizon_drive_written_bytes_total", drive="/nvme0") == 2
 
 
 def test_overlap_is_taken_over_the_last_steps_only(metrics: Metrics) -> None:
