@@ -64,8 +64,8 @@ class Bases:
 
     @asynccontextmanager
     async def lent_planes(self, plan: Plan, job_id: str) -> AsyncIterator[dict[str, int]]:
-        """Lend a job its planes within the block, by descriptors, with its files on drives; and its base, until it is
-        told to `leave`. Raises DriveFailed: a drive has no room for its file."""
+        """Lend a job its planes within the block, by descriptors, with its files on drives; and its base, until
+        `leave`. Raises DriveFailed: a drive has no room for its file."""
         drives = plan.execution.drives
         with ExitStack() as lent:
             planes = lent.enter_context(lent_memory(plan.plane_bytes))

@@ -40,7 +40,7 @@ class KeySizes:
 class RowChunk:
     """Tokens `first` to `stop` of a row of `row_tokens`, of whose chunks it has this `number`.
 
-    The document that goes on from the chunk before starts at `seen`, which is `first` where none does. `before` counts
+    The document that continues from the chunk before starts at `seen`, which is `first` where none does. `before` counts
     the tokens of the pass's chunked rows before this one.
     """
 
