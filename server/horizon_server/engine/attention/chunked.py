@@ -40,8 +40,8 @@ class KeySizes:
 class RowChunk:
     """Tokens `first` to `stop` of a row of `row_tokens`, of whose chunks it has this `number`.
 
-    The document that continues from the chunk before starts at `seen`, which is `first` where none does. `before` counts
-    the tokens of the pass's chunked rows before this one.
+    The document that continues from the chunk before starts at `seen`, which is `first` where none does. `before`
+    counts the tokens of the pass's chunked rows before this one.
     """
 
     number: int
