@@ -747,6 +747,13 @@ class PlannedMachine:
     to."""
     host_memory_bytes: int | None
     """Its host memory in bytes; None where memory must not decide whether the job fits."""
+    drive_read_gbps: float | None
+    """What its drives for states are read at, all of them together, in 10^9 bytes per second; None where it has
+    none."""
+    drive_write_gbps: float | None
+    """What they are written at, in 10^9 bytes per second; set where drive_read_gbps is."""
+    drive_endurance_bytes: int | None
+    """The bytes that its drives are rated to be written, all of them together; None where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -334,6 +334,9 @@ class Jobs:
         host_gbps: float,
         link_gbps: float | None = None,
         host_memory_bytes: int | None = None,
+        drive_read_gbps: float | None = None,
+        drive_write_gbps: float | None = None,
+        drive_endurance_bytes: int | None = None,
         overrides: Sequence[str] = (),
         push: bool = True,
         reporter: Reporter = SILENT,
@@ -343,7 +346,9 @@ class Jobs:
 
         `gpu` is a name such as h100. `host_gbps` and `link_gbps` are the bandwidth of its memory and of its link in
         each direction, in 10^9 bytes per second; without a link, the GPU's own is assumed. Without `host_memory_bytes`,
-        host memory has no limit.
+        host memory has no limit. `drive_read_gbps` and `drive_write_gbps` are those of its drives for states
+        (memory.tier: drive), and `drive_endurance_bytes` is what they are rated to be written, of all of them together;
+        without, it has none.
 
         Raises:
             InvalidRequest: when the server does not know the GPU; the message lists those it knows.
@@ -355,6 +360,9 @@ class Jobs:
                 host_gbps=host_gbps,
                 link_gbps=link_gbps,
                 host_memory_bytes=host_memory_bytes,
+                drive_read_gbps=drive_read_gbps,
+                drive_write_gbps=drive_write_gbps,
+                drive_endurance_bytes=drive_endurance_bytes,
                 overrides=overrides,
                 push=push,
                 reporter=reporter,

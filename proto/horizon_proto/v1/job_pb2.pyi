@@ -3149,6 +3149,9 @@ class PlannedMachine(google.protobuf.message.Message):
     HOST_GBPS_FIELD_NUMBER: builtins.int
     LINK_GBPS_FIELD_NUMBER: builtins.int
     HOST_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    DRIVE_READ_GBPS_FIELD_NUMBER: builtins.int
+    DRIVE_WRITE_GBPS_FIELD_NUMBER: builtins.int
+    DRIVE_ENDURANCE_BYTES_FIELD_NUMBER: builtins.int
     gpu: builtins.str
     """Its GPU, by a name the server knows, such as h100; an unknown one is refused with the known ones."""
     host_gbps: builtins.float
@@ -3157,6 +3160,12 @@ class PlannedMachine(google.protobuf.message.Message):
     """What its link carries in each direction, in 10^9 bytes per second; unset for what the GPU's data sheet leads to."""
     host_memory_bytes: builtins.int
     """Its host memory in bytes; unset where memory must not decide whether the job fits."""
+    drive_read_gbps: builtins.float
+    """What its drives for states are read at, all of them together, in 10^9 bytes per second; unset where it has none."""
+    drive_write_gbps: builtins.float
+    """What they are written at, in 10^9 bytes per second; set where drive_read_gbps is."""
+    drive_endurance_bytes: builtins.int
+    """The bytes that its drives are rated to be written, all of them together; unset where that is not known."""
     def __init__(
         self,
         *,
@@ -3164,9 +3173,18 @@ class PlannedMachine(google.protobuf.message.Message):
         host_gbps: builtins.float = ...,
         link_gbps: builtins.float | None = ...,
         host_memory_bytes: builtins.int | None = ...,
+        drive_read_gbps: builtins.float | None = ...,
+        drive_write_gbps: builtins.float | None = ...,
+        drive_endurance_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_host_memory_bytes", b"_host_memory_bytes", "_link_gbps", b"_link_gbps", "host_memory_bytes", b"host_memory_bytes", "link_gbps", b"link_gbps"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_host_memory_bytes", b"_host_memory_bytes", "_link_gbps", b"_link_gbps", "gpu", b"gpu", "host_gbps", b"host_gbps", "host_memory_bytes", b"host_memory_bytes", "link_gbps", b"link_gbps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_drive_endurance_bytes", b"_drive_endurance_bytes", "_drive_read_gbps", b"_drive_read_gbps", "_drive_write_gbps", b"_drive_write_gbps", "_host_memory_bytes", b"_host_memory_bytes", "_link_gbps", b"_link_gbps", "drive_endurance_bytes", b"drive_endurance_bytes", "drive_read_gbps", b"drive_read_gbps", "drive_write_gbps", b"drive_write_gbps", "host_memory_bytes", b"host_memory_bytes", "link_gbps", b"link_gbps"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_drive_endurance_bytes", b"_drive_endurance_bytes", "_drive_read_gbps", b"_drive_read_gbps", "_drive_write_gbps", b"_drive_write_gbps", "_host_memory_bytes", b"_host_memory_bytes", "_link_gbps", b"_link_gbps", "drive_endurance_bytes", b"drive_endurance_bytes", "drive_read_gbps", b"drive_read_gbps", "drive_write_gbps", b"drive_write_gbps", "gpu", b"gpu", "host_gbps", b"host_gbps", "host_memory_bytes", b"host_memory_bytes", "link_gbps", b"link_gbps"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_drive_endurance_bytes", b"_drive_endurance_bytes"]) -> typing.Literal["drive_endurance_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_drive_read_gbps", b"_drive_read_gbps"]) -> typing.Literal["drive_read_gbps"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_drive_write_gbps", b"_drive_write_gbps"]) -> typing.Literal["drive_write_gbps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_host_memory_bytes", b"_host_memory_bytes"]) -> typing.Literal["host_memory_bytes"] | None: ...
     @typing.overload

@@ -16,7 +16,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DriveRates
 from horizon_server.records.execution import Execution, OnDrives
-from horizon_server.records.plan import DriveUse
+from horizon_server.records.plan import DriveUse, PlannedMachine
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec
 from horizon_server.store.adapters import MAGNITUDE
@@ -25,6 +25,8 @@ from horizon_server.store.drive_layout import DriveLayout, driven_planes
 from horizon_server.texts import size_text
 
 log = structlog.get_logger(__name__)
+
+_GIGA = 1e9
 
 ACCEPTED_SHARE = 0.05
 """Of what the drives are rated for: a job that writes more must say that it may."""
@@ -69,6 +71,26 @@ def check_drives(spec: JobSpec, drives: NodeDrives | None) -> None:
             "memory.tier is drive, and this node has no drive for it; ask an admin to set tier_dirs (horizond doctor "
             "says what is wrong with a folder), or use memory.tier: ram",
         )
+
+
+def drives_of_machine(spec: JobSpec, machine: PlannedMachine) -> NodeDrives | None:
+    """Those of a machine that is asked about, as one; None where it has none. Nothing is worn there. Raises InvalidSpec
+    where the job wants drives, or half of what they do is given."""
+    read_gbps, write_gbps = machine.drive_read_gbps, machine.drive_write_gbps
+    missing = "drive_read_gbps" if read_gbps is None else "drive_write_gbps"
+    if read_gbps is not None and write_gbps is not None:
+        rates = DriveRates(read_bytes_per_s=_GIGA * read_gbps, write_bytes_per_s=_GIGA * write_gbps)
+        return NodeDrives(folders=("drives",), rates=rates, endurance_bytes=machine.drive_endurance_bytes)
+    if read_gbps is not None or write_gbps is not None:
+        problem = "drives of a machine are read and written, and one of both speeds is given"
+    elif spec.memory.tier == "drive":
+        problem = "memory.tier is drive, and the machine that is asked about has no drives"
+    else:
+        return None
+    raise InvalidSpec.of(
+        f"machine.{missing}",
+        f"{problem}; give drive_read_gbps and drive_write_gbps, of all its drives together",
+    )
 
 
 def with_drives(

@@ -16,7 +16,14 @@ from horizon_server.planning.asked import lanes_of, with_spec
 from horizon_server.planning.case import Case
 from horizon_server.planning.chunks import check_chunks
 from horizon_server.planning.data_size import DataSize
-from horizon_server.planning.drives import NodeDrives, check_drives, check_wear, drive_use, space_warnings
+from horizon_server.planning.drives import (
+    NodeDrives,
+    check_drives,
+    check_wear,
+    drive_use,
+    drives_of_machine,
+    space_warnings,
+)
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens
@@ -223,12 +230,13 @@ class Planner:
             InvalidModel: as `plan`.
             InvalidSpec: as `plan`, and when the machine's GPU is unknown or a number of it cannot be.
         """
-        check_drives(spec, None)
-        for name, value in (("host_gbps", machine.host_gbps), ("link_gbps", machine.link_gbps)):
+        for name in ("host_gbps", "link_gbps", "drive_read_gbps", "drive_write_gbps"):
+            value: float | None = getattr(machine, name)
             if value is not None and not 0 < value < math.inf:
                 raise InvalidSpec.of(
                     f"machine.{name}", f"{name} is {value:g}; it must be above 0, in GB (10^9 bytes) per second"
                 )
+        drives = drives_of_machine(spec, machine)
         rates = rates_of_machine(
             machine.gpu,
             host_bytes_per_s=machine.host_gbps * _GIGA,
@@ -245,7 +253,7 @@ class Planner:
         )
         execution = with_spec(execution, spec)
         limit_bytes = MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
-        return self._planned(spec, folder, execution, limit_bytes, rates=rates, data=data)
+        return self._planned(spec, folder, execution, limit_bytes, rates=rates, data=data, drives=drives)
 
     @property
     def host_limit_bytes(self) -> int:
@@ -332,8 +340,9 @@ class Planner:
     def _planned_here(self, spec: JobSpec, path: Path, execution: Execution, limit_bytes: int, **known: Any) -> Plan:
         check_drives(spec, self._drives)
         known |= {"num_on_node": self._num_devices(execution.device_kind), "most_nodes": self.most_nodes(spec)}
-        known |= {"drives": self._drives}
-        return self._planned(spec, path, execution, limit_bytes, **known)
+        plan = self._planned(spec, path, execution, limit_bytes, drives=self._drives, **known)
+        check_wear(spec, plan.drives, self._drives)
+        return plan
 
     def _planned(
         self,
@@ -398,15 +407,13 @@ class Planner:
         planes = lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes)
         if execution.drives.units:
             planes[INDEX_PLANE] = on_drives.index_bytes
-        use = drive_use(on_drives, drives, case.num_steps)
-        check_wear(spec, use, drives)
         plan = Plan(
             **vars(settled.ledger),
             execution=execution,
             device=execution.device_kind,
             host_limit_bytes=limit_bytes,
             plane_bytes=planes,
-            drives=use,
+            drives=drive_use(on_drives, drives, case.num_steps),
             drive_file_bytes=on_drives.file_bytes,
             base=base,
             num_parameters=folder.layout.num_parameters,

@@ -16,13 +16,18 @@ Bound = Literal["compute", "h2d", "d2h", "host memory", "drive", "network"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """A machine that a plan is asked about: its GPU by name, and 10^9 bytes per second of host memory and link. None
-    leaves the link to the GPU's data sheet, and host memory without a limit."""
+    """A machine that a plan is asked about: its GPU by name, and 10^9 bytes per second of host memory, of the link, and
+    of its drives for states, all of them together. None leaves the link to the GPU's data sheet, host memory without a
+    limit, and the machine without drives."""
 
     gpu: str
     host_gbps: float
     link_gbps: float | None = None
     host_memory_bytes: int | None = None
+    drive_read_gbps: float | None = None
+    drive_write_gbps: float | None = None
+    drive_endurance_bytes: int | None = None
+    """What its drives are rated for, all of them together; None where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +122,7 @@ class DriveUse:
         if self.written_bytes is not None:
             text += f", {size_text(self.written_bytes)} by the whole job"
         if self.endurance_share is not None:
-            text += f", {self.endurance_share:.2%} of tier_endurance_bytes"
+            text += f", {self.endurance_share:.2%} of what the drives are rated for"
         return text
 
 

@@ -36,6 +36,20 @@ def test_a_plan_for_a_machine_that_nobody_has(run: Run) -> None:
     assert (small.exit_code, small.stdout) == (1, "does-not-fit\n")
 
 
+def test_a_machine_with_drives(run: Run) -> None:
+    """What a job takes without drives decides whether it has states on them."""
+    job = (_job_yaml(), "--set", "train.max_steps=1000")
+    need = sum(json.loads(run(*ELSEWHERE, *job, "-o", "json").stdout)["plan"]["host_bytes"].values())
+    short = (*job, "--host-gib", f"{(need - 200_000) / 2**30:.9f}")
+    drives = ("--drive-read-gbps", "27", "--drive-write-gbps", "11", "--drive-tbw", "56000")
+    assert run(*ELSEWHERE, *short, "-o", "name").stdout == "does-not-fit\n"
+    result = run(*ELSEWHERE, *short, *drives, "--set", "memory.tier=drive")
+    assert "drives 27 / 11 GB/s" in result.stdout and "on drives: states of" in result.stdout
+    assert "of what the drives are rated for" in result.stdout
+    half = run(*ELSEWHERE, *short, *drives[:2], "--set", "memory.tier=drive")
+    assert half.exit_code == 2 and "one of both speeds is given" in half.stderr
+
+
 def test_a_plan_elsewhere_pushes_no_data(run: Run, tmp_path: Path) -> None:
     (tmp_path / "cwd" / "rows.jsonl").write_text('{"text": "a"}\n')
     result = run(*ELSEWHERE, _job_yaml(), "--set", "dataset=rows.jsonl")

@@ -147,4 +147,4 @@ def test_the_cheapest_change_is_named_with_its_seconds_and_its_wear(folders: dic
     on_drive = message(0.95, optimizer_states="compressed")
     # 1,000 steps are more than a twentieth of what the drive is rated for.
     assert "with memory.tier: drive and memory.accept_wear: true (states of " in on_drive
-    assert re.search(r" of tier_endurance_bytes, .* of host memory, .* s a step\)", on_drive)
+    assert re.search(r" of what the drives are rated for, .* of host memory, .* s a step\)", on_drive)

@@ -116,7 +116,7 @@ def test_a_job_that_does_not_fit_is_told_of_drives(folder: Path) -> None:
     assert not found.fits
     assert re.search(
         r"it would fit with memory\.tier: drive \(states of \d+ layers \(.*\), written once a step, .* by the whole "
-        r"job, 0\.00% of tier_endurance_bytes, .* s a step\)",
+        r"job, 0\.00% of what the drives are rated for, .* s a step\)",
         found.message,
     )
     without = plan(folder, spec, needed(folder, spec) - 20 * MIB, drives=None)
@@ -128,7 +128,7 @@ def test_a_job_that_wears_the_drives_must_say_so(folder: Path) -> None:
     limit = needed(folder, spec_of()) - 20 * MIB
     num_bytes = plan(folder, spec, limit).drives.num_bytes  # type: ignore[union-attr]
     few = dataclasses.replace(DRIVES, endurance_bytes=20 * 1000 * num_bytes - 1)
-    with pytest.raises(InvalidSpec, match=r"5\.00% of tier_endurance_bytes; that is more than 5%") as caught:
+    with pytest.raises(InvalidSpec, match=r"5\.00% of what the drives are rated for; that is more than 5%") as caught:
         plan(folder, spec, limit, drives=few)
     assert [violation.field for violation in caught.value.violations] == ["memory.accept_wear"]
     enough = dataclasses.replace(few, endurance_bytes=20 * 1000 * num_bytes)
@@ -156,8 +156,47 @@ def test_a_drive_without_room_is_a_warning(folder: Path, tmp_path: Path, monkeyp
 def test_a_node_without_drives_refuses_by_field(folder: Path) -> None:
     with pytest.raises(InvalidSpec, match="this node has no drive for it; ask an admin to set tier_dirs"):
         plan(folder, on_drives(spec_of()), 64 * GIB, drives=None)
-    with pytest.raises(InvalidSpec, match="this node has no drive for it"):
-        planner_of(GIB).plan_elsewhere(on_drives(spec_of()), folder, PlannedMachine(gpu="H100", host_gbps=300))
+
+
+def test_a_machine_that_is_asked_about_has_the_drives_that_are_given(folder: Path) -> None:
+    planner, machine = planner_of(GIB), PlannedMachine(gpu="h100", host_gbps=300)
+    # Else compressed states are what costs less.
+    spec = spec_of(optimizer_states="compressed")
+    need = planner.plan_elsewhere(spec, folder, machine).host_total_bytes
+    short = dataclasses.replace(
+        machine,
+        host_memory_bytes=need - 20 * MIB,
+        drive_read_gbps=27.0,
+        drive_write_gbps=11.0,
+        drive_endurance_bytes=10**15,
+    )
+    refused = planner.plan_elsewhere(spec, folder, short)
+    assert not refused.fits and "memory.tier: drive" in refused.message
+    # Nobody's drives are worn by a question, so nothing has to be accepted.
+    planned = planner.plan_elsewhere(on_drives(spec), folder, short)
+    assert planned.fits and planned.drives is not None and planned.drives.endurance_share
+    slower = dataclasses.replace(short, drive_write_gbps=0.001)
+    slow = planner.plan_elsewhere(on_drives(spec), folder, slower)
+    assert planned.prediction is not None and slow.prediction is not None
+    assert slow.prediction.step_s > planned.prediction.step_s and slow.prediction.bound == "drive"
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "why"),
+    [
+        ({}, "machine.drive_read_gbps", "the machine that is asked about has no drives"),
+        ({"drive_read_gbps": 2.0}, "machine.drive_write_gbps", "one of both speeds is given"),
+        ({"drive_write_gbps": 2.0}, "machine.drive_read_gbps", "one of both speeds is given"),
+        ({"drive_read_gbps": 0.0, "drive_write_gbps": 2.0}, "machine.drive_read_gbps", "it must be above 0"),
+    ],
+)
+def test_drives_of_a_machine_that_cannot_be_are_refused_by_field(
+    folder: Path, given: dict[str, float], field: str, why: str
+) -> None:
+    machine = PlannedMachine(gpu="h100", host_gbps=300, **given)
+    with pytest.raises(InvalidSpec, match=why) as caught:
+        planner_of(GIB).plan_elsewhere(on_drives(spec_of()), folder, machine)
+    assert [violation.field for violation in caught.value.violations] == [field]
 
 
 @pytest.mark.parametrize("field", ["gpus", "nodes"])
