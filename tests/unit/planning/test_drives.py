@@ -191,7 +191,7 @@ def test_a_machine_that_is_asked_about_has_the_drives_that_are_given(folder: Pat
     ],
 )
 def test_drives_of_a_machine_that_cannot_be_are_refused_by_field(
-    folder: Path, given: dict[str, float], field: str, why: str
+    folder: Path, given: dict[str, Any], field: str, why: str
 ) -> None:
     machine = PlannedMachine(gpu="h100", host_gbps=300, **given)
     with pytest.raises(InvalidSpec, match=why) as caught:
