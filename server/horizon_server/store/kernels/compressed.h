@@ -55,13 +55,13 @@ HZ_INLINE void decoded_and_updated(const CompressedPlanes& planes, const Grad* _
             const Pair grad = load(grads + at), code = load_codes(planes.firsts + at), root = load_codes(planes.roots + at);
             const auto square_of = [&](Floats grad, Floats code) {
                 const Floats last = root_step * code, own = of_root * grad;
-                return last * last + own * own;
+                return least(root_of(last * last + own * own), all(bits_as<float>(kLargestRoot)));
             };
             const auto first_of = [&](Floats grad, Floats code) {
                 return (first_step * code) / (codes_end - magnitude_of(code)) + of_first * grad;
             };
-            keep({square_of(grad.a, root.a), square_of(grad.b, root.b)}, strip.roots + at);
             keep({first_of(grad.a, code.a), first_of(grad.b, code.b)}, strip.signs + at);
+            keep({square_of(grad.a, root.a), square_of(grad.b, root.b)}, strip.roots + at);
         }
     }
 }
@@ -74,10 +74,8 @@ HZ_INLINE void bounded(int64_t num_groups, const Scalars& s, Strip& strip) {
 #pragma GCC unroll 4
         for (int64_t i = 0; i < kPairsOfGroup; ++i) {
             const int64_t at = group * kBlock + i * kPair;
-            const Pair squares = loaded(strip.roots + at), free = loaded(strip.signs + at);
-            const Pair root = {least(root_of(squares.a), largest), least(root_of(squares.b), largest)};
+            const Pair root = loaded(strip.roots + at), free = loaded(strip.signs + at);
             const Pair first = {least(magnitude_of(free.a), ratio * root.a), least(magnitude_of(free.b), ratio * root.b)};
-            keep(root, strip.roots + at);
             keep(first, strip.firsts + at);
             firsts = most(firsts, most(as_ints(first.a), as_ints(first.b)));
             roots = most(roots, most(as_ints(root.a), as_ints(root.b)));
