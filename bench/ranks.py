@@ -322,6 +322,7 @@ _ENDLESS = DeviceRates(
     scatter_bytes_per_s=_FAST,
     zero_bytes_per_s=_FAST,
     adamw_bytes_per_s=_FAST,
+    compressed_parameters_per_s=_FAST,
     peers=PeerRates(num_devices=8, together_bytes_per_s=_FAST, gather_bytes_per_s=_FAST, exchange_bytes_per_s=_FAST),
 )
 

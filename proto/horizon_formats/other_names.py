@@ -17,7 +17,10 @@ _TOKENS = "train.tokens_per_step, in tokens"
 _WHOLE_STEP = "train.tokens_per_step, the tokens of a whole step; how a step is divided follows from the memory"
 _LENGTH = "train.sequence_length"
 _LORA = "train.trainable: lora, with its options in train.lora"
-_ADAMW = "leave it out: the optimizer is AdamW (train.betas, train.eps, train.weight_decay)"
+_ADAMW = (
+    "leave it out: the optimizer is AdamW (train.betas, train.eps, train.weight_decay); for 8 bits, "
+    "train.optimizer_states: compressed"
+)
 _RECOMPUTED = "leave it out: activations are always recomputed"
 _REPORTED = "leave it out: every step is reported (horizon job watch, /metrics)"
 _STREAMED = "leave it out: the model is in host memory and its layers visit the GPU one at a time"

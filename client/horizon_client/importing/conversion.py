@@ -258,16 +258,7 @@ def _rate(settings: Settings, imported: Imported) -> None:
         imported.put("train.learning_rate", default, f"{settings.tool.name}'s default", "", Outcome.DEFAULT)
     _schedule(settings, imported)
     _warmup(settings, imported)
-    source, value = settings.take("optim", "optimizer")
-    if source and "adamw" in str(value):
-        text = (
-            "AdamW, with its moments in fp32 in host memory"
-            if "8bit" in str(value) or "paged" in str(value)
-            else "AdamW"
-        )
-        imported.say(Outcome.CHANGED if text != "AdamW" else Outcome.NEEDLESS, _shown(source, value), text)
-    elif source:
-        imported.say(Outcome.MISSING, _shown(source, value), "the optimizer here is AdamW")
+    _optimizer(settings, imported)
     source, value = settings.take("max_grad_norm", "gradient_clipping")
     if (norm := _number(value)) is not None:
         # 0 turns clipping off there.
@@ -276,6 +267,26 @@ def _rate(settings: Settings, imported: Imported) -> None:
     if beta1[0] or beta2[0]:
         betas = [_number(beta1[1]) or 0.9, _number(beta2[1]) or 0.999]
         imported.put("train.betas", betas, ", ".join(_shown(*pair) for pair in (beta1, beta2) if pair[0]))
+
+
+def _optimizer(settings: Settings, imported: Imported) -> None:
+    source, value = settings.take("optim", "optimizer")
+    name = str(value)
+    if not source:
+        return
+    shown = _shown(source, value)
+    if "adamw" not in name:
+        imported.say(Outcome.MISSING, shown, "the optimizer here is AdamW")
+    elif "8bit" in name:
+        text = "moments in 8 bits in host memory, in a form of their own that is not that of bitsandbytes or torchao"
+        imported.put("train.optimizer_states", "compressed", shown, text, Outcome.CHANGED)
+    elif "4bit" in name:
+        text = "AdamW, with exact moments; train.optimizer_states: compressed keeps 8 bits of each, none has 4"
+        imported.say(Outcome.CHANGED, shown, text)
+    elif "paged" in name:
+        imported.say(Outcome.CHANGED, shown, "AdamW, with its moments in fp32 in host memory")
+    else:
+        imported.say(Outcome.NEEDLESS, shown, "AdamW")
 
 
 def _schedule(settings: Settings, imported: Imported) -> None:

@@ -209,8 +209,10 @@ def _kernel() -> Part:
         "adamw_kernel": info.isa,
         "stream_triad_bytes_per_s": round(measured.triad_bytes_per_s),
         "adamw_of_triad_ratio": round(measured.ratio, 3),
+        "compressed_of_exact_adamw_ratio": round(measured.compressed_ratio, 3),
     }
     found = f"{info.isa}, {measured.ratio:.2f} times the STREAM triad of {measured.triad_bytes_per_s / 1e9:.1f} GB/s"
+    found += f", {measured.compressed_ratio:.2f} times as many parameters with compressed states"
     part = Part("AdamW kernel", found, facts)
     if measured.ratio < _LEAST_KERNEL_RATIO:
         return part.warn("the kernel is slower than this memory allows; measure again while nothing else runs")

@@ -46,7 +46,7 @@ from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype
 from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import build_layout
+from horizon_server.store.layout import build_layout, with_compressed_states
 
 # Of each thing, after one that is not counted. The quickest counts, unless asked otherwise: what else the machine does
 # can only slow a run down.
@@ -149,6 +149,9 @@ def measure_rates(
             scatter_bytes_per_s=copies.scatter,
             zero_bytes_per_s=copies.zero,
             adamw_bytes_per_s=copies.adamw,
+            compressed_parameters_per_s=_compressed(
+                device.gradient_dtype, update_threads(num_threads, device_kind=kind), choose
+            ),
         )
     started_s = {}
     for num_layers in (1, _LAUNCH_LAYERS):
@@ -431,6 +434,22 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int, choose:
         )
         device.free_host(numbers)
     return rates
+
+
+def _compressed(grad_dtype: torch.dtype, num_threads: int, choose: Choose) -> float:
+    """Parameters with compressed states that the optimizer updates in a second, over units in memory files."""
+    num_units = 4
+    shapes = {f"model.layers.{i}.w.weight": (_COPY_ELEMENTS // num_units // 64, 64) for i in range(num_units)}
+    layout = with_compressed_states(
+        build_layout({"model.embed_tokens.weight": (1, 1), **shapes}, num_layers=num_units, tied=True)
+    )
+    turn = itertools.cycle([unit.index for unit in layout.units if unit.kind == "layer"])
+    with closing(HostStore.allocate(layout, grad_dtype=grad_dtype)) as store:
+
+        def update() -> None:
+            update_unit(store, next(turn), _STEP, num_threads=num_threads)
+
+        return layout.units[1].compressed_elements / _chosen(partial(_timed, update), choose)
 
 
 def _random(device: AnyDevice, *shape: int) -> Tensor:

@@ -29,7 +29,8 @@ _KEPT_BYTES = EXACT_BYTES + 2
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """Medians over pairs of runs. Units: bytes per second; `ratio` is the kernel's share of its own pair's triad."""
+    """Medians over rounds of runs. Units: bytes per second; `ratio` is the kernel's share of its own round's triad, and
+    `compressed_ratio` how many parameters it updates with compressed states while it updates one with exact ones."""
 
     num_threads: int
     num_parameters: int
@@ -37,6 +38,7 @@ class Bandwidth:
     adamw_bytes_per_s: float
     triad_bytes_per_s: float
     ratio: float
+    compressed_ratio: float
 
 
 def adamw_bytes_per_parameter(grad_bytes: int) -> int:
@@ -66,9 +68,10 @@ def parameters_beyond_caches(caches: Path = _CACHES) -> int:
 def measure_bandwidth(
     *, num_threads: int, num_parameters: int | None = None, grad_bytes: int = 2, num_pairs: int = 7
 ) -> Bandwidth | None:
-    """Time the kernel and the triad in turns over equally many bytes; None where the kernel is missing.
+    """Time the kernel and the triad in turns over equally many bytes, and the kernel of compressed states over equally
+    many parameters; None where the kernel is missing.
 
-    Each pair runs back to back, so that a machine shared with others slows both. Without a number of parameters,
+    Each round runs back to back, so that a machine shared with others slows all. Without a number of parameters,
     `parameters_beyond_caches`.
     """
     num_parameters = num_parameters or parameters_beyond_caches()
@@ -86,22 +89,30 @@ def measure_bandwidth(
     segments = (native.Segment * 1)(native.Segment(0, num_parameters, 1.0, 1.0))
     scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3, 7.3)
 
-    def seconds_of_pair() -> tuple[float, float]:
+    hi, lo, exp_avg, exp_avg_sq, grads = addresses[:5]
+    # In the memory of the exact states, which is larger: all of it is zeros, in either form.
+    compressed = (hi, lo, exp_avg, exp_avg_sq, exp_avg + 2 * num_parameters, grads)
+    dither = (ctypes.c_float * 64)()
+
+    def seconds_of_round() -> tuple[float, float, float]:
         start = time.perf_counter()
         kernel.hz_adamw(*addresses[:5], grad_bytes == 2, segments, 1, scalars, num_threads)
         between = time.perf_counter()
         kernel.hz_triad(*addresses[5:], 3.0, num_elements, num_threads)
-        return between - start, time.perf_counter() - between
+        last = time.perf_counter()
+        kernel.hz_adamw_compressed(*compressed, grad_bytes == 2, segments, 1, scalars, dither, num_threads)
+        return between - start, last - between, time.perf_counter() - last
 
-    # The first pair starts the threads and fills the translation tables.
-    pairs = [seconds_of_pair() for _ in range(1 + num_pairs)][1:]
+    # The first round starts the threads and fills the translation tables.
+    rounds = [seconds_of_round() for _ in range(1 + num_pairs)][1:]
     return Bandwidth(
         num_threads=num_threads,
         num_parameters=num_parameters,
         grad_bytes=grad_bytes,
-        adamw_bytes_per_s=num_bytes / statistics.median(adamw_s for adamw_s, _ in pairs),
-        triad_bytes_per_s=num_bytes / statistics.median(triad_s for _, triad_s in pairs),
-        ratio=statistics.median(triad_s / adamw_s for adamw_s, triad_s in pairs),
+        adamw_bytes_per_s=num_bytes / statistics.median(adamw_s for adamw_s, *_ in rounds),
+        triad_bytes_per_s=num_bytes / statistics.median(triad_s for _, triad_s, _ in rounds),
+        ratio=statistics.median(triad_s / adamw_s for adamw_s, triad_s, _ in rounds),
+        compressed_ratio=statistics.median(adamw_s / compressed_s for adamw_s, _, compressed_s in rounds),
     )
 
 

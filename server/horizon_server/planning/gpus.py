@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horizon_server.errors import InvalidSpec
+from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.rates import Curve, DeviceRates, WidthRates
 
 # Shares of the peak by the tokens of a micro-batch; the H100's, relative to its share at 4,096 tokens.
@@ -26,6 +27,9 @@ _LINK = 0.8
 
 # Estimated: single-threaded gather and scatter of rows of some KiB, and a memset, on a server's processor.
 _GATHER, _SCATTER, _ZERO = 10e9, 5e9, 20e9
+# Parameters with compressed states that a host updates a second, in units of those with exact ones. Where one core
+# feeds on much memory, by `bench.adamw` (bench/RESULTS.md); with more cores for the same memory it nears 26 / 12.25.
+_COMPRESSED = 1.4
 # Estimated: Python and CUDA launches of one layer, 34 kernels forward and 114 for recompute with backward; a piece of
 # queued work.
 _FORWARD_LAUNCH_S, _BACKWARD_LAUNCH_S, _SUBMIT_S = 0.5e-3, 1.7e-3, 25e-6
@@ -181,6 +185,7 @@ def estimated_rates(
         scatter_bytes_per_s=min(_SCATTER, link),
         zero_bytes_per_s=_ZERO,
         adamw_bytes_per_s=host_bytes_per_s,
+        compressed_parameters_per_s=_COMPRESSED * host_bytes_per_s / adamw_bytes_per_parameter(2),
         forward_launch_s=_FORWARD_LAUNCH_S,
         backward_launch_s=_BACKWARD_LAUNCH_S,
         submit_s=_SUBMIT_S,
@@ -199,7 +204,9 @@ def rates_of_machine(
     gpu = gpu_named(name)
     if measured is None or gpu.device_name not in measured.name:
         return estimated_rates(name, host_bytes_per_s=host_bytes_per_s, link_bytes_per_s=link_bytes_per_s)
-    found = dataclasses.replace(measured, adamw_bytes_per_s=host_bytes_per_s)
+    # As if the processors differed as the memories do.
+    compressed = measured.compressed_parameters_per_s * host_bytes_per_s / measured.adamw_bytes_per_s
+    found = dataclasses.replace(measured, adamw_bytes_per_s=host_bytes_per_s, compressed_parameters_per_s=compressed)
     if link_bytes_per_s is None:
         return found
     return dataclasses.replace(found, h2d_bytes_per_s=link_bytes_per_s, d2h_bytes_per_s=link_bytes_per_s)

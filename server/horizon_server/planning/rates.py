@@ -71,9 +71,10 @@ class DeviceRates:
     2.5 times. Copies are those of the engine: on the host, h2d merges the two halves of a master weight and d2h sums a
     gradient's squares too. `gather` and `scatter` are embedding rows on their way to the device and back into the
     table, `zero` clears that table's gradient. `adamw_bytes_per_s` is what the optimizer's kernel moves through host
-    memory. `*_launch_s` is what the host needs to start one layer on one micro-batch, `ends_launch_s` to start
-    embedding and head; a device of its own hides it under its work, but where `launches_add`, the processors that start
-    a layer compute it too. `submit_s` is to queue one piece of work.
+    memory, `compressed_parameters_per_s` how many parameters it updates whose states are compressed: they move fewer
+    bytes and take more work. `*_launch_s` is what the host needs to start one layer on one micro-batch, `ends_launch_s`
+    to start embedding and head; a device of its own hides it under its work, but where `launches_add`, the processors
+    that start a layer compute it too. `submit_s` is to queue one piece of work.
     """
 
     name: str
@@ -90,6 +91,7 @@ class DeviceRates:
     scatter_bytes_per_s: float
     zero_bytes_per_s: float
     adamw_bytes_per_s: float
+    compressed_parameters_per_s: float
     launches_add: bool = False
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0

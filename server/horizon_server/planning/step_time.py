@@ -25,7 +25,7 @@ from horizon_server.planning.play import (
     visits_of,
 )
 from horizon_server.planning.rates import LOOPBACK_BYTES_PER_S, DeviceRates, rate_at
-from horizon_server.planning.step_work import StepWork
+from horizon_server.planning.step_work import StepWork, UnitTraffic
 from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.records.plan import Bound, StepPrediction
 
@@ -316,13 +316,16 @@ def _updates(work: StepWork, rates: DeviceRates) -> tuple[tuple[int, float], ...
     return (
         (0, work.embedding.first_update_bytes / rates.adamw_bytes_per_s),
         # A unit that is frozen, or that the device updates, waits for no update before it.
-        *(
-            (index, unit.update_bytes / rates.adamw_bytes_per_s)
-            for index, unit in enumerate(units, 1)
-            if unit.update_bytes
-        ),
+        *((index, _update_s(unit, rates)) for index, unit in enumerate(units, 1) if unit.update_bytes),
         *([(0, rest_s)] if rest_s else []),
     )
+
+
+def _update_s(unit: UnitTraffic, rates: DeviceRates) -> float:
+    """Exact states wait for memory; compressed ones for it or for the processors, whichever takes longer."""
+    exact_s = (unit.update_bytes - unit.compressed_bytes) / rates.adamw_bytes_per_s
+    memory_s = unit.compressed_bytes / rates.adamw_bytes_per_s
+    return exact_s + max(memory_s, unit.compressed_parameters / rates.compressed_parameters_per_s)
 
 
 def _drive_work(work: StepWork, rates: DeviceRates) -> DriveWork:

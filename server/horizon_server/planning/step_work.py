@@ -136,10 +136,14 @@ class UnitTraffic:
     upload_bytes: float
     download_bytes: float
     clear_bytes: float
-    update_bytes: float
+    update_bytes: float = 0.0
     offload_bytes: float = 0.0
     unpack_bytes: float = 0.0
     resident: bool = False
+    compressed_parameters: int = 0
+    """Whose states are compressed."""
+    compressed_bytes: float = 0.0
+    """Of `update_bytes`, theirs."""
     peer_up_bytes: float = 0.0
     """What a rank gets of the weights from the others."""
     peer_down_bytes: float = 0.0
@@ -321,10 +325,17 @@ class _Counter:
         per_copy = 0 if self.execution.device_kind == "host" else self.element
         return adamw_bytes_per_parameter(self.grad_bytes) + per_copy * (1 + self.updates_in_backward)
 
-    def update_bytes(self, unit: UnitLayout) -> float:
-        """Host memory traffic while a unit is updated."""
+    def updated(self, unit: UnitLayout, traffic: UnitTraffic) -> UnitTraffic:
+        """A unit's traffic, with that of its update on the host."""
         saved = adamw_bytes_per_parameter(self.grad_bytes) - compressed_bytes_per_parameter(self.grad_bytes)
-        return unit.trained_elements * self.exact_update_bytes - unit.compressed_elements * saved
+        exact = unit.trained_elements - unit.compressed_elements
+        compressed_bytes = unit.compressed_elements * (self.exact_update_bytes - saved)
+        return replace(
+            traffic,
+            update_bytes=exact * self.exact_update_bytes + compressed_bytes,
+            compressed_bytes=compressed_bytes,
+            compressed_parameters=unit.compressed_elements,
+        )
 
     def clear_bytes(self, *, divided: bool) -> float:
         """Device memory traffic of one gradient besides its sums; `divided`: the ranks sum its lanes together."""
@@ -480,12 +491,14 @@ class _Counter:
     def _whole_layers(self) -> tuple[UnitTraffic, ...]:
         """Of ranks that the layers go round: each layer's weights and gradient are one rank's."""
         return tuple(
-            UnitTraffic(
-                upload_bytes=unit.unpacked_elements * self.element + unit.packed_bytes,
-                download_bytes=unit.trained_elements * self.grad_bytes,
-                clear_bytes=unit.trained_elements * self.clear_bytes(divided=False),
-                update_bytes=self.update_bytes(unit),
-                unpack_bytes=self._unpack_bytes(unit),
+            self.updated(
+                unit,
+                UnitTraffic(
+                    upload_bytes=unit.unpacked_elements * self.element + unit.packed_bytes,
+                    download_bytes=unit.trained_elements * self.grad_bytes,
+                    clear_bytes=unit.trained_elements * self.clear_bytes(divided=False),
+                    unpack_bytes=self._unpack_bytes(unit),
+                ),
             )
             for unit in self._layer_units
         )
@@ -508,7 +521,7 @@ class _Counter:
         keys = 0
         if chunked_row_tokens(self.recipe, self.execution, longest=max(self.lengths)):
             keys = sum(self.lengths) * self.folder.shape.key_value_elements * self.element
-        return tuple(
+        traffic = [
             UnitTraffic(
                 upload_bytes=0
                 if unit.index in on_device
@@ -521,7 +534,6 @@ class _Counter:
                 else unit.trained_elements * self.grad_bytes * self._download_share,
                 clear_bytes=unit.trained_elements
                 * (self.clear_bytes(divided=True) + (device_update_bytes if unit.index in on_device else 0)),
-                update_bytes=0 if unit.index in on_device else self.update_bytes(unit),
                 # The last layer's input is still on the device when backward begins.
                 offload_bytes=keys + (offload if unit is not units[-1] else 0),
                 unpack_bytes=0 if unit.index in resident else self._unpack_bytes(unit),
@@ -532,6 +544,10 @@ class _Counter:
                 peer_down_bytes=self._peers_down(unit.trained_elements),
             )
             for unit in units
+        ]
+        return tuple(
+            found if unit.index in on_device else self.updated(unit, found)
+            for unit, found in zip(units, traffic, strict=True)
         )
 
     def head_traffic(self) -> UnitTraffic:
@@ -542,15 +558,15 @@ class _Counter:
         projection = sum(unit.trained_elements if stays else unit.num_elements for unit in units)
         # By layers every rank brings all of it.
         upload_share = max(1.0, self._upload_share) if whole else self._upload_share
-        return UnitTraffic(
+        traffic = UnitTraffic(
             upload_bytes=projection * self.element * upload_share,
             download_bytes=head.trained_elements * self.grad_bytes * self._download_share,
             clear_bytes=layout.head_gradient_elements * self.clear_bytes(divided=True),
-            update_bytes=self.update_bytes(head),
             resident=stays,
             peer_up_bytes=0.0 if whole else self._peers_up(projection * self.element),
             peer_down_bytes=self._peers_down(layout.head_gradient_elements),
         )
+        return self.updated(head, traffic)
 
     def embedding(self) -> EmbeddingTraffic:
         model, tied, table = self.folder.shape, self.folder.layout.tied, self.folder.layout.units[0].trained_elements

@@ -28,9 +28,9 @@ STATE_PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 
 # Of the kernel's scalars, those that the kernel for GPUs is given otherwise or has no use for.
 _OF_OTHERS = ("scaled_step_size", "most_ratio")
-# Of first moments to roots of second ones, where the rates of decay set no bound; in fp32, and so are its products with
-# most roots.
-_UNBOUNDED, _MOST_LOG = 1e30, 100.0
+# Of first moments to roots of second ones, where the rates of decay set no lower bound: with the largest root, 2^63, it
+# is below the largest scale of a first moment, 2^100.
+_UNBOUNDED, _MOST_LOG = 2.0**30, 100.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ up is exactly invertible, where rounding half to even is not.
 Compressed states: of the master, the nearest number whose last eight bits are zero, split as above into `hi` and an
 int8 `lo`; of the moments, for each group of 32 elements
 
-* the first, m, as int8: with x = m / scale, the code is 127 * 2x / (1 + |x|);
+* the first, m, as int8: with x = m / scale, the code is 127 * 2x / (1 + |x|), as 254 - 254 / (1 + |x|);
 * the root r of the second as uint8: 255 * r / scale; a root above 0 has a code of at least 1, so that no division is by
   less than a 255th of the group's largest root;
 * two scales in bfloat16, the largest magnitude of each rounded up: in 16 bits the range of fp32, so that the result
@@ -41,6 +41,7 @@ _LARGEST_24 = 0x7F7F7F00
 # of an fp32 number is larger than the one or 0, and the square of the other is finite.
 _FIRST_SCALES = (0x0D800000, 0x71800000)
 _ROOT_SCALES = (0x19800000, 0x5F000000)
+_LARGEST_ROOT = np.float32(2.0**63)
 # Fills a range evenly from number to number: 2^32 divided by the golden ratio (Knuth, TAOCP 6.4), odd.
 _WEYL = 0x9E3779B1
 
@@ -120,24 +121,30 @@ def dither_of(step: int) -> npt.NDArray[np.float32]:
     """What a step adds to codes before they are rounded down: for each element of a group a number above 0 and below 1
     for its first moment, and after these as many for the roots.
 
-    Each follows the multiples of an irrational number from step to step, and so fills the range evenly.
+    Each follows the multiples of an irrational number from step to step, and so fills the range evenly. With 16 bits,
+    it stays exact beside a code.
     """
     numbers = (np.arange(2 * GROUP_ELEMENTS, dtype=np.uint64) + np.uint64(2 * GROUP_ELEMENTS * step)) * np.uint64(_WEYL)
-    high = ((numbers & np.uint64(0xFFFFFFFF)) >> np.uint64(16)).astype(np.float32)
-    return (high + np.float32(0.5)) / np.float32(65536)
+    high = ((numbers & np.uint64(0xFFFFFFFF)) >> np.uint64(17)).astype(np.float32)
+    return (high + np.float32(0.5)) / np.float32(32768)
 
 
-def decode_first(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """First moments of whole groups. Shapes: codes [G * 32], scales [G], bf16 as raw bits; returns [G * 32]."""
+def decode_first(
+    codes: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16], *, times: float = 1.0
+) -> npt.NDArray[np.float32]:
+    """First moments of whole groups, `times` a number. Shapes: codes [G * 32], scales [G], bf16 as raw bits; returns
+    [G * 32]."""
     code = codes.astype(np.float32)
-    numbers: npt.NDArray[np.float32] = _of_groups(_widen(scales)) * code
+    numbers: npt.NDArray[np.float32] = _of_groups(_widen(scales) * np.float32(times)) * code
     numbers /= np.float32(254) - np.abs(code)
     return numbers
 
 
-def decode_root(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """Roots of second moments of whole groups. Shapes: as `decode_first`."""
-    steps = _widen(scales) * (np.float32(1) / np.float32(255))
+def decode_root(
+    codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint16], *, times: float = 1.0
+) -> npt.NDArray[np.float32]:
+    """Roots of second moments of whole groups. Shapes and `times`: as `decode_first`."""
+    steps = _widen(scales) * (np.float32(times) * (np.float32(1) / np.float32(255)))
     return _of_groups(steps) * codes.astype(np.float32)
 
 
@@ -150,8 +157,9 @@ def encode_first(
     """The codes and scales of first moments of whole groups. Shapes: first, codes [G * 32], dither [32], scales [G]."""
     scale = _scales(first, _FIRST_SCALES, scales)
     share = np.abs(first) * _of_groups(np.float32(1) / scale)
-    code = np.float32(254) * share / (np.float32(1) + share) + _per_group(dither, first)
-    magnitude = np.minimum(code, np.float32(127.5)).astype(np.int32)
+    # Rounded to the nearest, half a code below.
+    offsets = _per_group(dither + np.float32(253.5), first)
+    magnitude = np.minimum(np.rint(offsets - np.float32(254) / (np.float32(1) + share)), np.float32(127))
     codes[:] = np.where(np.signbit(first), -magnitude, magnitude).astype(np.int8)
 
 
@@ -162,11 +170,12 @@ def encode_root(
     scales: npt.NDArray[np.uint16],
 ) -> None:
     """The codes and scales of roots of second moments of whole groups. Shapes: as `encode_first`."""
-    root = np.minimum(root, np.array(_ROOT_SCALES[1], dtype=np.uint32).view(np.float32))
+    root = np.minimum(root, _LARGEST_ROOT)
     scale = _scales(root, _ROOT_SCALES, scales)
-    steps = root * _of_groups(np.float32(255) / scale) + _per_group(dither, root)
+    offsets = _per_group(dither - np.float32(0.5), root)
+    steps = np.rint(root * _of_groups(np.float32(255) / scale) + offsets)
     above = np.maximum(steps, (root > 0).astype(np.float32))
-    codes[:] = np.minimum(above, np.float32(255.5)).astype(np.int32).astype(np.uint8)
+    codes[:] = np.minimum(above, np.float32(255)).astype(np.uint8)
 
 
 def adamw_compressed(
@@ -198,15 +207,15 @@ def adamw_compressed(
         own_scales, size = scales[groups].reshape(-1, 2), stop - start
         codes, roots, wide = (_padded(values[part]) for values in (first_codes, root_codes, grads))
         with np.errstate(all="ignore"):
-            grad = _widen(wide) * f32(scalars.grad_scale)
-            last_root = decode_root(roots, own_scales[:, 1])
-            second = f32(scalars.beta2) * (last_root * last_root) + (f32(scalars.one_minus_beta2) * grad) * grad
-            root = np.sqrt(second)
-            limit = f32(scalars.most_ratio) * root
-            first = decode_first(codes, own_scales[:, 0])
-            first = f32(scalars.beta1) * first + f32(scalars.one_minus_beta1) * grad
-            first = np.where(first < limit, first, limit)
-            first = np.where(first > -limit, first, -limit)
+            wide_grads, scale = _widen(wide), f32(scalars.grad_scale)
+            last_root = decode_root(roots, own_scales[:, 1], times=np.sqrt(f32(scalars.beta2)))
+            own_root = (np.sqrt(f32(scalars.one_minus_beta2)) * scale) * wide_grads
+            root = np.sqrt(last_root * last_root + own_root * own_root)
+            root = np.where(root < _LARGEST_ROOT, root, _LARGEST_ROOT)
+            first = decode_first(codes, own_scales[:, 0], times=scalars.beta1)
+            first += (f32(scalars.one_minus_beta1) * scale) * wide_grads
+            magnitude, limit = np.abs(first), f32(scalars.most_ratio) * root
+            first = np.copysign(np.where(magnitude < limit, magnitude, limit), first)
             weights = np.empty(size, dtype=f32)
             merge(hi_bits[part], lo[part], weights)
             weights *= f32(decay_factor)

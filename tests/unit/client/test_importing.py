@@ -162,3 +162,29 @@ def test_the_command_says_line_by_line_what_became_of_the_config(tmp_path: Path)
     complete = runner.invoke(horizon, ["job", "import", str(CONFIGS / "axolotl_dpo.yaml")])
     assert complete.exit_code == 0
     assert complete.stdout.startswith("# Made by horizon job import from axolotl_dpo.yaml (axolotl).\nname: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "outcome"),
+    [
+        ("adamw_8bit", "compressed", Outcome.CHANGED),
+        ("adamw_bnb_8bit", "compressed", Outcome.CHANGED),
+        ("paged_adamw_8bit", "compressed", Outcome.CHANGED),
+        ("adamw_torch_8bit", "compressed", Outcome.CHANGED),
+        ("paged_adamw_32bit", None, Outcome.CHANGED),
+        ("adamw_torch_4bit", None, Outcome.CHANGED),
+        ("adamw_torch", None, Outcome.NEEDLESS),
+        ("adafactor", None, Outcome.MISSING),
+    ],
+)
+def test_an_optimizer_with_8_bits_has_compressed_states_here(name: str, states: str | None, outcome: Outcome) -> None:
+    config = {**read_config(CONFIGS / "training_args.json"), "optim": name}
+    imported = convert(config, tool_of(config), file="training_args.json")
+    assert imported.spec["train"].get("optimizer_states") == states
+    (said,) = [line for line in imported.lines if line.source.startswith("optim:")]
+    assert said.outcome is outcome
+    # The bits are as many, the arithmetic is another.
+    assert ("not that of bitsandbytes" in said.text) == (states is not None)
+    written = yaml.safe_load(imported.job_file())
+    spec = parse_job_spec({**written, "model": "m", "dataset": "d", "method": "sft"})
+    assert spec.train.optimizer_states == (states or "exact")

@@ -39,7 +39,7 @@ def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(rates: DeviceRates) -> None:
     # Eight of one number, attention's two curves of two points, and per width a curve of two points and two numbers.
     numbers = list(rates.numbers())
-    assert len(numbers) == 8 + 4 + 4 * len(rates.widths)
+    assert len(numbers) == 9 + 4 + 4 * len(rates.widths)
     assert all(number > 1e3 for number in numbers), rates
     assert rates.measured
 

@@ -32,4 +32,4 @@ def test_both_are_timed_over_the_same_bytes(grad_bytes: int) -> None:
     measured = measure_bandwidth(num_threads=2, num_parameters=1 << 18, grad_bytes=grad_bytes, num_pairs=3)
     assert measured is not None
     assert measured.adamw_bytes_per_s > 1e8 and measured.triad_bytes_per_s > 1e8
-    assert 0.01 < measured.ratio < 100
+    assert 0.01 < measured.ratio < 100 and 0.01 < measured.compressed_ratio < 100

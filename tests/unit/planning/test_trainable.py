@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.support.plans import ledger_of, step_work
+from tests.support.rates import RATES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.flops import FlopsCount, trained_shares
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import StepWork
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
@@ -170,6 +173,37 @@ def test_a_step_moves_twelve_bytes_a_compressed_parameter_instead_of_26(folder: 
         # Matrices are nearly all of a layer; the link's copies of other units count too.
         assert other.update_bytes / one.update_bytes == pytest.approx((12.25 + copied) / (26 + copied), rel=0.15)
     assert exact.embedding == compressed.embedding
+    layout = open_for_training(folder, TrainSpec(optimizer_states="compressed")).layout
+    layers = [unit for unit in layout.units if unit.kind == "layer"]
+    assert [unit.compressed_parameters for unit in compressed.layers] == [unit.compressed_elements for unit in layers]
+
+
+@pytest.mark.parametrize("shares_processors", [True, False])
+def test_compressed_states_take_what_the_kernel_takes_where_that_is_more_than_memory(
+    folder: Path, shares_processors: bool
+) -> None:
+    exact, compressed = work_of(folder, "all"), work_of(folder, "all", optimizer_states="compressed")
+    memory_s = (
+        sum(unit.update_bytes for unit in (*compressed.layers, compressed.head_traffic)) / RATES.adamw_bytes_per_s
+    )
+    parameters = sum(unit.compressed_parameters for unit in (*compressed.layers, compressed.head_traffic))
+
+    def adamw_s(work: StepWork, **rates: float) -> float:
+        found = dataclasses.replace(RATES, **rates)  # type: ignore[arg-type]
+        return predict_step(work, found, shares_processors=shares_processors).parts_s["adamw"]
+
+    rows_s = adamw_s(compressed) - memory_s
+    assert rows_s > 0, "the embedding's"
+    slow = adamw_s(compressed, compressed_parameters_per_s=1e7)
+    assert slow == pytest.approx(
+        rows_s
+        + parameters / 1e7
+        + memory_s
+        - sum(unit.compressed_bytes for unit in (*compressed.layers, compressed.head_traffic)) / RATES.adamw_bytes_per_s
+    )
+    assert slow > adamw_s(exact) > adamw_s(compressed)
+    # Exact states do not know of it.
+    assert adamw_s(exact, compressed_parameters_per_s=1e7) == adamw_s(exact)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ COMPUTE_BOUND = dataclasses.replace(
     gather_bytes_per_s=1e15,
     scatter_bytes_per_s=1e15,
     adamw_bytes_per_s=1e15,
+    compressed_parameters_per_s=1e15,
 )
 LINK_BOUND = dataclasses.replace(with_compute(RATES, 1e6), h2d_bytes_per_s=1e3, d2h_bytes_per_s=1e3)
 

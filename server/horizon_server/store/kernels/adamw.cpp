@@ -17,10 +17,15 @@
 
 #define HZ_API extern "C" __attribute__((visibility("default")))
 #define HZ_INLINE static inline __attribute__((always_inline))
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define HZ_X86
+#include <immintrin.h>
+#endif
 #if defined(HZ_CLONES)
 // Given on the command line: a test builds single variants to compare their bits.
-#elif defined(__x86_64__) && defined(__gnu_linux__)
-// No AVX-512 variant: the update waits for memory, and measured no faster with it.
+#define HZ_ONE_VARIANT
+#elif defined(HZ_X86)
+// No AVX-512 variant but of compressed states: the other loops wait for memory, and measured no faster with it.
 #define HZ_CLONES __attribute__((target_clones("default", "avx2")))
 #else
 #define HZ_CLONES
@@ -62,6 +67,9 @@ HZ_INLINE uint32_t guarded_bits(float master) {
 }
 
 // The master beside compressed moments: 24 bits of the fp32 pattern, rounded to nearest, which leave eight for `lo`.
+constexpr int32_t kInfinity = 0x7f800000;
+constexpr int32_t kLargest24 = 0x7f7f7f00;  // the largest number of 24 bits whose `hi` is finite
+
 HZ_INLINE float merge_one(uint16_t hi, int8_t lo) {
     return bits_as<float>((static_cast<uint32_t>(hi) << 16) + (static_cast<uint32_t>(static_cast<int32_t>(lo)) << 8));
 }
@@ -71,10 +79,10 @@ HZ_INLINE void split_one(float master, uint16_t& hi, int8_t& lo) {
     // Signed, because AVX2 has no unsigned comparison; a magnitude is positive either way.
     const int32_t bits = bits_as<int32_t>(master);
     const int32_t magnitude = bits & 0x7fffffff;
-    const int32_t finite = magnitude < 0x7f7f7f00 ? magnitude : 0x7f7f7f00;
-    const int32_t special = magnitude == 0x7f800000 ? 0x7f800000 : 0x7fc00000;
+    const int32_t finite = magnitude < kLargest24 ? magnitude : kLargest24;
+    const int32_t special = magnitude == kInfinity ? kInfinity : 0x7fc00000;
     const uint32_t guarded = (static_cast<uint32_t>(bits) & 0x80000000u) |
-                             static_cast<uint32_t>(magnitude >= 0x7f800000 ? special : finite);
+                             static_cast<uint32_t>(magnitude >= kInfinity ? special : finite);
     const uint32_t rounded = (guarded + 0x80u) & 0xffffff00u;
     hi = static_cast<uint16_t>((rounded + 0x8000u) >> 16);
     lo = static_cast<int8_t>((rounded >> 8) & 0xffu);
@@ -171,21 +179,18 @@ HZ_CLONES void adamw_bf16(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_
 // Compressed moments, as reference.adamw_compressed explains them: a code for each, and for each block of kBlock elements
 // a scale of the first moments next to one of the roots of the second.
 
-constexpr int64_t kStrip = 256;                  // elements whose moments are found before their codes are
+constexpr int64_t kGroups = 16;                  // of a strip, which is updated loop by loop
+constexpr int64_t kStrip = kGroups * kBlock;
 constexpr int32_t kLargestFirst = 0x71800000;    // 2^100, in fp32 bits: no scale of first moments is above it
 constexpr int32_t kSmallestFirst = 0x0d800000;   // 2^-100: nor below it
 constexpr int32_t kLargestRoot = 0x5f000000;     // 2^63: its square is finite
 constexpr int32_t kSmallestRoot = 0x19800000;    // 2^-76: the root of an fp32 number is larger, or 0
+constexpr float kFirstCodes = 254.0f;            // twice the largest code of a first moment
+constexpr float kRootCodes = 255.0f;
 
 struct Dither {
     float first[kBlock];
     float root[kBlock];
-};
-
-struct Strip {
-    alignas(64) float masters[kStrip];
-    alignas(64) float firsts[kStrip];
-    alignas(64) float roots[kStrip];
 };
 
 // The bfloat16 number from `largest` on upwards, as fp32 bits.
@@ -208,132 +213,43 @@ struct CompressedPlanes {
     }
 };
 
-template <typename Grad>
-HZ_INLINE void moments_of_block(const uint16_t* __restrict hi, const int8_t* __restrict lo,
-                                const int8_t* __restrict first_codes, const uint8_t* __restrict root_codes,
-                                const uint16_t* __restrict scales, const Grad* __restrict grads,
-                                float* __restrict masters, float* __restrict firsts, float* __restrict roots,
-                                float decay_factor, const Scalars& s) {
-    const float first_scale = widen(scales[0]), root_step = widen(scales[1]) * (1.0f / 255.0f);
-    // Each width of element in a loop of its own: the arithmetic is then vectorised in fp32 alone.
-    alignas(64) float first_code[kBlock], root_code[kBlock], wide_grads[kBlock];
-    for (int64_t i = 0; i < kBlock; ++i) first_code[i] = static_cast<float>(first_codes[i]);
-    for (int64_t i = 0; i < kBlock; ++i) root_code[i] = static_cast<float>(root_codes[i]);
-    for (int64_t i = 0; i < kBlock; ++i) wide_grads[i] = widen(grads[i]);
-    for (int64_t i = 0; i < kBlock; ++i) masters[i] = merge_one(hi[i], lo[i]);
-    for (int64_t i = 0; i < kBlock; ++i) {
-        const float last_first = (first_scale * first_code[i]) / (254.0f - std::fabs(first_code[i]));
-        const float last_root = root_step * root_code[i];
-        const float grad = wide_grads[i] * s.grad_scale;
-        const float second = s.beta2 * (last_root * last_root) + (s.one_minus_beta2 * grad) * grad;
-        const float root = std::sqrt(second);
-        const float limit = s.most_ratio * root;
-        const float free = s.beta1 * last_first + s.one_minus_beta1 * grad;
-        const float below = free < limit ? free : limit;
-        const float first = below > -limit ? below : -limit;
-        masters[i] = masters[i] * decay_factor - (s.scaled_step_size * first) / (root + s.scaled_eps);
-        firsts[i] = first;
-        const int32_t root_bits = bits_as<int32_t>(root);
-        roots[i] = bits_as<float>(root_bits < kLargestRoot ? root_bits : kLargestRoot);
-    }
-}
+#if defined(HZ_X86) && !defined(HZ_ONE_VARIANT)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+namespace avx512 {
+#include "lanes_avx512.h"
+#include "compressed.h"
+}  // namespace avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2")
+namespace avx2 {
+#include "lanes_avx2.h"
+#include "compressed.h"
+}  // namespace avx2
+#pragma GCC pop_options
+#endif
 
-HZ_INLINE void codes_of_block(const float* __restrict masters, const float* __restrict firsts,
-                              const float* __restrict roots, uint16_t* __restrict hi, int8_t* __restrict lo,
-                              int8_t* __restrict first_codes, uint8_t* __restrict root_codes,
-                              uint16_t* __restrict scales, const Dither& dither) {
-    int32_t largest_first = 0, largest_root = 0;
-    for (int64_t i = 0; i < kBlock; ++i) {
-        const int32_t magnitude = bits_as<int32_t>(firsts[i]) & 0x7fffffff;
-        const int32_t root = bits_as<int32_t>(roots[i]);
-        largest_first = magnitude > largest_first ? magnitude : largest_first;
-        largest_root = root > largest_root ? root : largest_root;
-    }
-    split_body(masters, hi, lo, kBlock);
-    const int32_t first_up = scale_bits(largest_first, kSmallestFirst, kLargestFirst);
-    const int32_t root_up = scale_bits(largest_root, kSmallestRoot, kLargestRoot);
-    scales[0] = static_cast<uint16_t>(largest_first ? first_up >> 16 : 0);
-    scales[1] = static_cast<uint16_t>(largest_root ? root_up >> 16 : 0);
-    const float per_scale = 1.0f / bits_as<float>(first_up), steps_per_root = 255.0f / bits_as<float>(root_up);
-    alignas(64) int32_t first_code[kBlock], root_code[kBlock];
-    for (int64_t i = 0; i < kBlock; ++i) {
-        const float share = std::fabs(firsts[i]) * per_scale;
-        const float code = (254.0f * share) / (1.0f + share) + dither.first[i];
-        const int32_t magnitude = static_cast<int32_t>(code < 127.5f ? code : 127.5f);
-        const int32_t sign = bits_as<int32_t>(firsts[i]) >> 31;
-        first_code[i] = (magnitude ^ sign) - sign;
-        const float steps = roots[i] * steps_per_root + dither.root[i];
-        const float least = roots[i] > 0.0f ? 1.0f : 0.0f;
-        const float above = steps > least ? steps : least;
-        root_code[i] = static_cast<int32_t>(above < 255.5f ? above : 255.5f);
-    }
-    for (int64_t i = 0; i < kBlock; ++i) first_codes[i] = static_cast<int8_t>(first_code[i]);
-    for (int64_t i = 0; i < kBlock; ++i) root_codes[i] = static_cast<uint8_t>(root_code[i]);
-}
+// What the command line alone allows.
+namespace plain {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include "lanes_avx512.h"
+#elif defined(__AVX2__)
+#include "lanes_avx2.h"
+#else
+#include "lanes_portable.h"
+#endif
+#include "compressed.h"
+}  // namespace plain
 
-// Whole blocks, up to a strip of them. In two passes, so that no block waits for the scales of the one before it.
-template <typename Grad>
-HZ_INLINE void compressed_strip(const CompressedPlanes& planes, const Grad* grads, int64_t n, float decay_factor,
-                                const Scalars& s, const Dither& dither) {
-    Strip strip;
-    for (int64_t at = 0; at < n; at += kBlock) {
-        const CompressedPlanes own = planes.from(at);
-        moments_of_block(own.hi, own.lo, own.firsts, own.roots, own.scales, grads + at, strip.masters + at,
-                         strip.firsts + at, strip.roots + at, decay_factor, s);
-    }
-    for (int64_t at = 0; at < n; at += kBlock) {
-        const CompressedPlanes own = planes.from(at);
-        codes_of_block(strip.masters + at, strip.firsts + at, strip.roots + at, own.hi, own.lo, own.firsts, own.roots,
-                       own.scales, dither);
-    }
-}
-
-template <typename Grad>
-HZ_INLINE void compressed_range(const CompressedPlanes& planes, const Grad* grads, int64_t n, float decay_factor,
-                                const Scalars& s, const Dither& dither) {
-    const int64_t whole = n - n % kBlock;
-    for (int64_t at = 0; at < whole; at += kStrip) {
-        const int64_t count = whole - at < kStrip ? whole - at : kStrip;
-        for (int64_t ahead = at + kCompressedAhead; ahead < at + kCompressedAhead + count; ahead += 2 * kBlock) {
-            for (int64_t block = ahead; block < ahead + 2 * kBlock; block += kBlock) {
-                prefetch_block(planes.hi, block);
-                prefetch_block(grads, block);
-            }
-            // Two blocks of these are a cache line.
-            prefetch_block(planes.lo, ahead);
-            prefetch_block(planes.firsts, ahead);
-            prefetch_block(planes.roots, ahead);
-        }
-        compressed_strip(planes.from(at), grads + at, count, decay_factor, s, dither);
-    }
-    if (whole == n) return;
-    // A tensor's last block, with zeros after its end, which change nothing of the others.
-    const CompressedPlanes end = planes.from(whole);
-    const int64_t rest = n - whole;
-    uint16_t hi[kBlock] = {};
-    int8_t lo[kBlock] = {}, firsts[kBlock] = {};
-    uint8_t roots[kBlock] = {};
-    Grad own_grads[kBlock] = {};
-    std::memcpy(hi, end.hi, rest * sizeof(*hi));
-    std::memcpy(lo, end.lo, rest);
-    std::memcpy(firsts, end.firsts, rest);
-    std::memcpy(roots, end.roots, rest);
-    std::memcpy(own_grads, grads + whole, rest * sizeof(*grads));
-    compressed_strip({hi, lo, firsts, roots, end.scales}, own_grads, kBlock, decay_factor, s, dither);
-    std::memcpy(end.hi, hi, rest * sizeof(*hi));
-    std::memcpy(end.lo, lo, rest);
-    std::memcpy(end.firsts, firsts, rest);
-    std::memcpy(end.roots, roots, rest);
-}
-
-HZ_CLONES void compressed_fp32(const CompressedPlanes& planes, const float* grads, int64_t n, float decay_factor,
-                               const Scalars& s, const Dither& dither) {
-    compressed_range(planes, grads, n, decay_factor, s, dither);
-}
-
-HZ_CLONES void compressed_bf16(const CompressedPlanes& planes, const uint16_t* grads, int64_t n, float decay_factor,
-                               const Scalars& s, const Dither& dither) {
-    compressed_range(planes, grads, n, decay_factor, s, dither);
+static decltype(&plain::compressed) compressed_variant() {
+#if defined(HZ_X86) && !defined(HZ_ONE_VARIANT)
+    __builtin_cpu_init();
+    const bool has_words = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    if (has_words && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return avx512::compressed;
+    if (__builtin_cpu_supports("avx2")) return avx2::compressed;
+#endif
+    return plain::compressed;
 }
 
 HZ_CLONES void merge_range_24(const uint16_t* hi, const int8_t* lo, float* out, int64_t n) { merge_body(hi, lo, out, n); }
@@ -472,15 +388,12 @@ HZ_API void hz_adamw_compressed(uint16_t* hi, int8_t* lo, int8_t* first_codes, u
     hz::Dither own;
     std::memcpy(&own, dither, sizeof(own));
     const hz::CompressedPlanes planes{hi, lo, first_codes, root_codes, scales};
+    static const auto update = hz::compressed_variant();
+    const int64_t grad_bytes = grads_are_bf16 ? sizeof(uint16_t) : sizeof(float);
     hz::for_each_piece(segments, num_segments, num_threads, [&](const hz::Segment& segment, int64_t at, int64_t n) {
         const hz::Scalars s = hz::with_step_scale(*scalars, segment.step_scale);
-        if (grads_are_bf16) {
-            const uint16_t* const from = static_cast<const uint16_t*>(grads) + at;
-            hz::compressed_bf16(planes.from(at), from, n, segment.decay_factor, s, own);
-        } else {
-            const float* const from = static_cast<const float*>(grads) + at;
-            hz::compressed_fp32(planes.from(at), from, n, segment.decay_factor, s, own);
-        }
+        update(planes.from(at), static_cast<const char*>(grads) + at * grad_bytes, grads_are_bf16, n,
+               segment.decay_factor, s, own);
     });
 }
 
