@@ -183,7 +183,8 @@ class _LayerTrial:
             options = tree_map_only(Tensor, lambda tensor: real.get(id(tensor), tensor), options)
             self._compare(module, query, key, value, slot, options)
             used.add(slot)
-            keys.append(KeySizes(heads=key.shape[1], key=key.shape[-1], value=value.shape[-1]))
+            sizes = {"heads": key.shape[1], "key": key.shape[-1], "value": value.shape[-1]}
+            keys.append(KeySizes(**sizes, query_heads=query.shape[1]))
             return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
         with _registered(attention):
