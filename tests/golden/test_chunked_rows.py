@@ -259,7 +259,9 @@ def test_rows_whose_length_changes_positions_are_refused(engine: Engine) -> None
         run.trainer.train_step([engine.pack(engine.documents(31))])
 
 
-def step_over_one_document(engine: Engine, tokens: int, chunk_tokens: int) -> tuple[Ledger, StepFigures]:
+def step_over_one_document(
+    engine: Engine, tokens: int, chunk_tokens: int, attention_layers: int
+) -> tuple[Ledger, StepFigures]:
     """What is planned, and what a step measures."""
     sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1 << 17}
     model = engine.tiny_model("qwen3", num_hidden_layers=2, **sizes)
@@ -269,6 +271,7 @@ def step_over_one_document(engine: Engine, tokens: int, chunk_tokens: int) -> tu
         "micro_batch_tokens": chunk_tokens,
         "chunk_tokens": chunk_tokens,
         "activation_placement": "host",
+        "attention_layers": attention_layers,
     }
     names = [tensor.name for _, tensor in model.template.layout.tensors()]
     shape = ModelShape.from_config(model.config.to_dict(), names=names)
@@ -278,12 +281,15 @@ def step_over_one_document(engine: Engine, tokens: int, chunk_tokens: int) -> tu
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "first"), [(256, 1 << 11), pytest.param(2048, 1 << 14, marks=pytest.mark.further)]
+    ("chunk_tokens", "first", "attention_layers"),
+    [(256, 1 << 11, 0), (256, 1 << 11, 1), pytest.param(2048, 1 << 14, 2, marks=pytest.mark.further)],
 )
-def test_only_keys_values_and_their_gradients_grow_with_a_row(chunk_tokens: int, first: int, engine: Engine) -> None:
+def test_only_keys_values_and_their_gradients_grow_with_a_row(
+    chunk_tokens: int, first: int, attention_layers: int, engine: Engine
+) -> None:
     found = {}
     for tokens in (first, 2 * first, 4 * first):
-        ledger, report = step_over_one_document(engine, tokens, chunk_tokens)
+        ledger, report = step_over_one_document(engine, tokens, chunk_tokens, attention_layers)
         planned, measured = ledger.device_bytes, report.device_memory_bytes
         assert measured["activations"] == planned["activations"]
         assert sum(measured.values()) == pytest.approx(ledger.device_total_bytes, rel=0.05)

@@ -53,8 +53,8 @@ class Residency:
     product_layers: int = 0
     product_bytes: int = 0
     attention_layers: int = 0
-    """The last ones that are trained, of which attention's outputs of rows in chunks wait in host memory, so that
-    backward does not compute them again."""
+    """The last ones, of which attention's outputs of rows in chunks wait in host memory for backward, which then does
+    not attend again."""
     attention_bytes: int = 0
     """What these outputs take of host memory."""
     saved_share: float = 0.0
@@ -69,7 +69,7 @@ class Residency:
                 ("optimizer states", self.state_layers, self.state_bytes),
                 ("packed weights", self.packed_layers, self.packed_bytes),
                 ("activations", self.product_layers, self.product_bytes),
-                ("attention's outputs, on the host,", self.attention_layers, self.attention_bytes),
+                ("attention outputs in host memory", self.attention_layers, self.attention_bytes),
             )
             if num_layers
         ]
