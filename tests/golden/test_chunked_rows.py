@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,6 +67,23 @@ def test_chunks_give_what_whole_rows_give(architecture: str, engine: Engine, row
         assert difference(run.gradients(), whole.gradients()) <= MOST
         assert difference(weights_of(run), weights_of(whole)) <= MOST
         assert run.trainer.evaluate(rows).eval_loss == pytest.approx(whole.trainer.evaluate(rows).eval_loss, rel=MOST)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "llama", "gemma2", "gpt_oss", "gpt2", "mistral", "mixtral", "deepseek_v3"]
+)
+def test_chunks_of_all_sizes_give_the_same(architecture: str, engine: Engine, rows: list[MicroBatch]) -> None:
+    """Among each other: families with windows, soft caps and sinks, on packed rows."""
+    model = engine.tiny_model(architecture)
+    found = []
+    for chunk_tokens in (5, 8, 13, 40):
+        run = engine.start(model, eps=EPS, chunk_tokens=chunk_tokens)
+        losses = [run.trainer.train_step(rows).loss for _ in range(2)]
+        found.append((losses, run.gradients(), weights_of(run)))
+    for one, other in combinations(found, 2):
+        assert other[0] == pytest.approx(one[0], rel=MOST)
+        assert difference(other[1], one[1]) <= MOST
+        assert difference(other[2], one[2]) <= MOST
 
 
 @pytest.fixture

@@ -33,9 +33,7 @@ class ChunkedKeys:
         self._block_tokens = max(execution.chunk_tokens, PAST_BLOCK_TOKENS)
         self._outputs: ChunkedOutputs | None = None
         if num_layers := min(execution.residency.attention_layers, len(sizes) - num_skipped):
-            self._outputs = ChunkedOutputs(
-                device, sizes, num_layers=num_layers, chunk_tokens=execution.chunk_tokens
-            )
+            self._outputs = ChunkedOutputs(device, sizes, num_layers=num_layers, chunk_tokens=execution.chunk_tokens)
         self._row_tokens = self._step_tokens = 0
         self._keys: Tensor | None = None
         self._gradients: Tensor | None = None
@@ -79,9 +77,7 @@ class ChunkedKeys:
         assert self._keys is not None, "start comes first"
         keys, values = self._of_row(self._keys, layer)
         gradients = None if self._gradients is None else self._of_row(self._gradients, layer)
-        return ChunkedRow(
-            chunk, boundaries, keys, values, gradients, block_tokens=self._block_tokens, kept=kept
-        )
+        return ChunkedRow(chunk, boundaries, keys, values, gradients, block_tokens=self._block_tokens, kept=kept)
 
     def before_forward(self, layer: int, chunk: RowChunk) -> KeptOutput | None:
         """Compute is about to run a layer on a chunk: let it wait until the row before has left. Returns where it

@@ -63,9 +63,7 @@ class ChunkedOutputs:
             for stride, dtype in zip(self._strides, self._dtypes, strict=True):
                 # Each layer's part begins on a page of its own, because a GPU's driver registers them one by one.
                 num_elements = len(self._sizes) * stride
-                self._host.append(
-                    self._device.allocate_host("activations", num_elements, dtype, piece_elements=stride)
-                )
+                self._host.append(self._device.allocate_host("activations", num_elements, dtype, piece_elements=stride))
 
     def before_forward(self, layer: int, chunk: RowChunk) -> KeptOutput | None:
         """Compute is about to run a layer on a chunk: where it leaves what attention gives; None where it need not."""

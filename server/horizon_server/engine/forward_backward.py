@@ -550,9 +550,7 @@ class ForwardBackward:
         sink.send(0, rows_R)
 
     @contextmanager
-    def _chunk_call(
-        self, part: PassTokens, layer: int, index: int, kept: KeptOutput | None
-    ) -> Iterator[LayerCall]:
+    def _chunk_call(self, part: PassTokens, layer: int, index: int, kept: KeptOutput | None) -> Iterator[LayerCall]:
         """The call of a layer on a chunk, with what is kept of the row, on the device's account while it runs."""
         tokens, template = part.tokens, self._template
         chunk, boundaries = tokens.chunks[index], tokens.boundaries[index]

@@ -202,8 +202,10 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
 
     def beside(residency: Residency) -> Execution:
         """With the outputs of attention that are kept already."""
-        outputs = {"attention_layers": before.attention_layers, "attention_bytes": before.attention_bytes}
-        return dataclasses.replace(execution, residency=dataclasses.replace(residency, **outputs))
+        kept = dataclasses.replace(
+            residency, attention_layers=before.attention_layers, attention_bytes=before.attention_bytes
+        )
+        return dataclasses.replace(execution, residency=kept)
 
     def step_s(residency: Residency) -> float:
         prediction = case.prediction(beside(residency))

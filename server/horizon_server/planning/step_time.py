@@ -38,8 +38,8 @@ Parts = Mapping[str, float]
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
     """What each queue has to do in a step, had it the machine to itself. `layer_forward` and `layer_backward` are one
-    layer's compute by part, `head` and `embedding` likewise; the rest is by unit. The last `kept_layers`, whose products
-    or outputs of attention are kept, take `layer_kept` in backward."""
+    layer's compute by part, `head` and `embedding` likewise; the rest is by unit. The last `kept_layers`, whose
+    products or outputs of attention are kept, take `layer_kept` in backward."""
 
     layer_forward: Parts
     layer_backward: Parts

@@ -125,13 +125,12 @@ class HeadWork:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """What one unit moves. `offload_bytes` are layer inputs, or keys, values and attention's outputs of rows in chunks, that
-    wait on the host, once down and once up; `clear_bytes`
-    is the device memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves
-    through host memory. What is trained of a `resident` unit goes up once a step. `unpack_bytes` is the device memory
-    that is read and written while its packed weights become those that are computed with, whenever it goes up. A unit
-    whose optimizer states are on the device neither moves nor takes an update of the host's: its `clear_bytes` have
-    what the device's own update reads and writes."""
+    """What one unit moves. `offload_bytes` are layer inputs, or keys, values and attention's outputs of rows in chunks,
+    that wait on the host, once down and once up; `clear_bytes` is the device memory of its gradient that is cleared,
+    normed and rounded; `update_bytes` what the optimizer moves through host memory. What is trained of a `resident`
+    unit goes up once a step. `unpack_bytes` is the device memory that is read and written while its packed weights
+    become those that are computed with, whenever it goes up. A unit whose optimizer states are on the device neither
+    moves nor takes an update of the host's: its `clear_bytes` have what the device's own update reads and writes."""
 
     upload_bytes: float
     download_bytes: float

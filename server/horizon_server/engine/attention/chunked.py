@@ -181,9 +181,7 @@ class ChunkedRow:
             early = (gradient[:, :queries], query[:, :, :queries])
             results = (output[:, :queries], sums[:, :queries])
             for keys, ahead in self._past(rule, self._block_tokens):
-                of_block, of_keys, of_values = gradients_of_past(
-                    *early, *self._seen(keys), *results, rule, ahead=ahead
-                )
+                of_block, of_keys, of_values = gradients_of_past(*early, *self._seen(keys), *results, rule, ahead=ahead)
                 of_early += of_block
                 for_keys[:, :, keys] += of_keys
                 for_values[:, :, keys] += of_values

@@ -139,8 +139,8 @@ def attend_on_cpu(
     """
     num_tokens, size, dtype = query.shape[2], value.shape[-1], query.dtype
     with implementation_of(Heads.of(query, key, value), has_window=False):
-        given = _grouped(*_of_one_size(query, key, value))
-        given = tuple(_filled(tensor, dtype, fills=is_causal) for tensor in given)
+        grouped = _grouped(*_of_one_size(query, key, value))
+        given = (_filled(tensor, dtype, fills=is_causal) for tensor in grouped)
         mixed, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, is_causal, scale=rule.scale)
     output = mixed.flatten(0, 1).transpose(0, 1)[None, :num_tokens, :, :size]
     return output, sums.flatten(0, 1)[:, :num_tokens]
@@ -159,12 +159,12 @@ def gradients_on_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value [1, heads, T or K, E] of one document; `output` and `logsumexp` may be
     those over more keys than these, whose part of the gradients it then is."""
-    sizes, lengths = zip(*((tensor.shape[-1], tensor.shape[2]) for tensor in (query, key, value)), strict=True)
-    dtype = query.dtype if min(lengths) >= _MIN_BF16_BACKWARD else torch.float32
+    shapes = [tensor.shape for tensor in (query, key, value)]
+    dtype = query.dtype if min(shape[2] for shape in shapes) >= _MIN_BF16_BACKWARD else torch.float32
     with implementation_of(Heads.of(query, key, value), has_window=False):
         groups = key.shape[1]
         query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
-        gradient, output = (torch.unflatten(tensor.transpose(1, 2)[0], 0, (groups, -1)) for tensor in (gradient, output))
+        gradient, output = (torch.unflatten(t.transpose(1, 2)[0], 0, (groups, -1)) for t in (gradient, output))
         given = (gradient, *_grouped(query, key, value), output, torch.unflatten(logsumexp, 0, (groups, -1)))
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_filled(tensor, dtype, fills=is_causal) for tensor in given), 0.0, is_causal, scale=rule.scale
@@ -172,7 +172,7 @@ def gradients_on_cpu(
     # Heads that share a key add to its gradient.
     parts = (found[0].flatten(0, 1), found[1].sum(1), found[2].sum(1))
     for_query, for_key, for_value = (
-        tensor[None, :, :length, :size] for tensor, length, size in zip(parts, lengths, sizes, strict=True)
+        tensor[None, :, : shape[2], : shape[3]] for tensor, shape in zip(parts, shapes, strict=True)
     )
     return for_query, for_key, for_value
 
@@ -187,16 +187,16 @@ def _longest(key_ends: Tensor | None, ends: Tensor) -> int:
 
 
 def _rows(query: Tensor, ends: Tensor, key_ends: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
-    """Where documents are among queries and keys, and the longest of both, as the kernel of a GPU wants them. CUDA: the
-    driver has read pageable memory when it returns, and waits for no stream."""
-    placed, longest = _placed(ends, query), longest_of(ends.tolist())
+    """Where documents are among queries and keys, and the longest of both, as the kernel of a GPU wants them."""
+    placed, longest = _placed(ends, query.device), longest_of(ends.tolist())
     if key_ends is None:
         return placed, placed, longest, longest
-    return placed, _placed(key_ends, query), longest, longest_of(key_ends.tolist())
+    return placed, _placed(key_ends, query.device), longest, longest_of(key_ends.tolist())
 
 
-def _placed(ends: Tensor, query: Tensor) -> Tensor:
-    return ends.to(torch.int32).to(query.device, non_blocking=True)
+def _placed(ends: Tensor, device: torch.device) -> Tensor:
+    """CUDA: the driver has read pageable memory when it returns, and waits for no stream."""
+    return ends.to(torch.int32).to(device, non_blocking=True)
 
 
 def _window(window: int, longest: int) -> dict[str, int | None]:

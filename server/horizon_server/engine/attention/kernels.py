@@ -152,8 +152,9 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, 
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     logsumexp = query.new_empty(query.shape[1:3], dtype=torch.float32)
     for start, stop in pairwise(boundaries.tolist()):
-        document = (tensor[:, :, start:stop] for tensor in (query, key, value))
-        output[:, start:stop], logsumexp[:, start:stop] = fused.attend_on_cpu(*document, rule)
+        span = slice(start, stop)
+        found = fused.attend_on_cpu(query[:, :, span], key[:, :, span], value[:, :, span], rule)
+        output[:, span], logsumexp[:, span] = found
     return output, logsumexp
 
 
@@ -170,15 +171,11 @@ def _gradients_by_document(
     """`attention_backward` by the fused kernel of a CPU."""
     results = [_like(tensor) for tensor in (query, key, value)]
     for start, stop in pairwise(boundaries.tolist()):
-        found = fused.gradients_on_cpu(
-            gradient[:, start:stop],
-            *(tensor[:, :, start:stop] for tensor in (query, key, value)),
-            output[:, start:stop],
-            logsumexp[:, start:stop],
-            rule,
-        )
+        span = slice(start, stop)
+        given = (gradient[:, span], query[:, :, span], key[:, :, span], value[:, :, span], output[:, span])
+        found = fused.gradients_on_cpu(*given, logsumexp[:, span], rule)
         for result, tensor in zip(results, found, strict=True):
-            result[:, :, start:stop] = tensor
+            result[:, :, span] = tensor
     return results[0], results[1], results[2]
 
 

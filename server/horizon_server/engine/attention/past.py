@@ -64,7 +64,9 @@ def gradients_of_past(
     if kernel == "cpu":
         return fused.gradients_on_cpu(*given, rule, is_causal=False)
     first_seen, sinks = _first_seen(query, ahead, rule), query.new_empty(0)
-    found = gradients_in_blocks(*(t[0] for t in given[:-1]), logsumexp, first_seen, sinks, rule, ahead=ahead)
+    found = gradients_in_blocks(
+        gradient[0], query[0], key[0], value[0], output[0], logsumexp, first_seen, sinks, rule, ahead=ahead
+    )
     return found[0][None], found[1][None], found[2][None]
 
 
