@@ -283,7 +283,7 @@ class MemoryPlan:
     """What would make the job faster: a change to the spec, with what it costs, or another tool; empty where none is
     known."""
     kept: KeptMemory | None
-    """What stays on the device because it has memory to spare; None where it has not, or that would save nothing."""
+    """What stays where there is memory to spare; None where there is none, or that would save nothing."""
     num_trained_parameters: int
     """Parameters that are trained; the others are frozen."""
     references: ReferencePass | None
@@ -401,7 +401,8 @@ class SharedBase:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptMemory:
-    """What stays on a device that has memory to spare, and what that buys. Results do not depend on it."""
+    """What stays where there is memory to spare, and what that buys: all but attention_layers on the device. Results do
+    not depend on it."""
 
     resident_layers: int
     """Layers whose weights stay from step to step."""
@@ -428,6 +429,11 @@ class KeptMemory:
     updates."""
     state_bytes: int
     """What these states and gradients take."""
+    attention_layers: int
+    """Layers of which attention's outputs of rows in chunks wait in host memory for backward, which then does not
+    attend again."""
+    attention_bytes: int
+    """What these outputs take of host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

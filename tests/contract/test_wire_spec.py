@@ -108,7 +108,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
     return TrainSpec(
         epochs=None if by_steps else draw(floats(0, 10_000, exclude_min=True)),
         max_steps=draw(st.integers(1, 100_000_000)) if by_steps else None,
-        sequence_length=draw(st.integers(8, 1_048_576)),
+        sequence_length=draw(st.integers(8, 4_194_304)),
         tokens_per_step=draw(st.integers(8, 67_108_864)),
         packing=draw(st.sampled_from(["auto", "true", "false"])),
         learning_rate=draw(floats(0, 10)),
@@ -131,7 +131,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8", "fp8_full"])),
         deterministic=draw(st.booleans()),
-        chunk_tokens=draw(st.none() | st.integers(64, 1_048_576)),
+        chunk_tokens=draw(st.none() | st.integers(64, 4_194_304)),
         optimizer_states=draw(st.sampled_from(["exact", "compressed"])),
         lanes=draw(st.sampled_from([None, 1, 2, 4, 8, 16, 32, 64])),
         parallel=draw(st.sampled_from(["auto", "rows", "layers"])),

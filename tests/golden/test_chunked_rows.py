@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,8 @@ from tests.support.tiny_models import ARCHITECTURES, CHANGES, MIXES_DOCUMENTS
 from tests.support.worker_attempts import LONG_ROPE
 from torch import Tensor
 
+from horizon_server.engine.attention import chunked
+from horizon_server.engine.attention.kernels import attention
 from horizon_server.engine.objectives import DPO, Documents, StepObjective
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
@@ -64,6 +67,23 @@ def test_chunks_give_what_whole_rows_give(architecture: str, engine: Engine, row
         assert difference(run.gradients(), whole.gradients()) <= MOST
         assert difference(weights_of(run), weights_of(whole)) <= MOST
         assert run.trainer.evaluate(rows).eval_loss == pytest.approx(whole.trainer.evaluate(rows).eval_loss, rel=MOST)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "llama", "gemma2", "gpt_oss", "gpt2", "mistral", "mixtral", "deepseek_v3"]
+)
+def test_chunks_of_all_sizes_give_the_same(architecture: str, engine: Engine, rows: list[MicroBatch]) -> None:
+    """Among each other: families with windows, soft caps and sinks, on packed rows."""
+    model = engine.tiny_model(architecture)
+    found = []
+    for chunk_tokens in (5, 8, 13, 40):
+        run = engine.start(model, eps=EPS, chunk_tokens=chunk_tokens)
+        losses = [run.trainer.train_step(rows).loss for _ in range(2)]
+        found.append((losses, run.gradients(), weights_of(run)))
+    for one, other in combinations(found, 2):
+        assert other[0] == pytest.approx(one[0], rel=MOST)
+        assert difference(other[1], one[1]) <= MOST
+        assert difference(other[2], one[2]) <= MOST
 
 
 @pytest.fixture
@@ -183,6 +203,41 @@ def test_a_resumed_run_and_one_that_gave_its_device_back_have_equal_bits(
     assert torch.equal(weights_of(resumed), weights_of(straight))
 
 
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt_oss", "gpt2", "deepseek_v3"])
+def test_outputs_of_attention_that_wait_on_the_host_give_the_same_bits(
+    architecture: str, placement: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine.tiny_model(architecture)
+    rows = [engine.pack(engine.documents(5, 31, 3, 9)), *(engine.pack([d]) for d in engine.documents(7, 50, seed=1))]
+    num_layers = model.template.num_layers
+    options: dict[str, Any] = {"chunk_tokens": 8, "activation_placement": placement}
+    plain, some, every = (engine.start(model, attention_layers=number, **options) for number in (0, 1, num_layers))
+    attended: list[int] = []
+
+    def noted(*given: Any) -> Any:
+        attended.append(1)
+        return attention(*given)
+
+    for step in range(2):
+        wanted = plain.trainer.train_step(rows)
+        monkeypatch.setattr(chunked, "attention", noted)
+        for run in (some, every):
+            attended.clear()
+            found = run.trainer.train_step(rows)
+            # 6 and 7 chunks: once in forward, and again in backward only where nothing was kept. The first step tries
+            # the model.
+            assert step == 0 or len(attended) == 13 * (2 * num_layers - (1 if run is some else num_layers))
+            assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
+            assert torch.equal(run.gradients(), plain.gradients())
+        monkeypatch.undo()
+    every.trainer.release_device()
+    assert not any(every.device.arena.held_bytes().values())
+    assert every.trainer.train_step(rows).loss == plain.trainer.train_step(rows).loss
+    assert every.trainer.evaluate(rows).eval_loss == plain.trainer.evaluate(rows).eval_loss
+    assert torch.equal(weights_of(every), weights_of(plain))
+
+
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_models_whose_tokens_meet_elsewhere_are_refused_by_name(architecture: str, engine: Engine) -> None:
     with pytest.raises(InvalidModel, match=f"model_type '{architecture}'.*train.chunk_tokens"):
@@ -222,7 +277,9 @@ def test_rows_whose_length_changes_positions_are_refused(engine: Engine) -> None
         run.trainer.train_step([engine.pack(engine.documents(31))])
 
 
-def step_over_one_document(engine: Engine, tokens: int, chunk_tokens: int) -> tuple[Ledger, StepFigures]:
+def step_over_one_document(
+    engine: Engine, tokens: int, chunk_tokens: int, attention_layers: int
+) -> tuple[Ledger, StepFigures]:
     """What is planned, and what a step measures."""
     sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1 << 17}
     model = engine.tiny_model("qwen3", num_hidden_layers=2, **sizes)
@@ -232,6 +289,7 @@ def step_over_one_document(engine: Engine, tokens: int, chunk_tokens: int) -> tu
         "micro_batch_tokens": chunk_tokens,
         "chunk_tokens": chunk_tokens,
         "activation_placement": "host",
+        "attention_layers": attention_layers,
     }
     names = [tensor.name for _, tensor in model.template.layout.tensors()]
     shape = ModelShape.from_config(model.config.to_dict(), names=names)
@@ -241,12 +299,15 @@ def step_over_one_document(engine: Engine, tokens: int, chunk_tokens: int) -> tu
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "first"), [(256, 1 << 11), pytest.param(2048, 1 << 14, marks=pytest.mark.further)]
+    ("chunk_tokens", "first", "attention_layers"),
+    [(256, 1 << 11, 0), (256, 1 << 11, 1), pytest.param(2048, 1 << 14, 2, marks=pytest.mark.further)],
 )
-def test_only_keys_values_and_their_gradients_grow_with_a_row(chunk_tokens: int, first: int, engine: Engine) -> None:
+def test_only_keys_values_and_their_gradients_grow_with_a_row(
+    chunk_tokens: int, first: int, attention_layers: int, engine: Engine
+) -> None:
     found = {}
     for tokens in (first, 2 * first, 4 * first):
-        ledger, report = step_over_one_document(engine, tokens, chunk_tokens)
+        ledger, report = step_over_one_document(engine, tokens, chunk_tokens, attention_layers)
         planned, measured = ledger.device_bytes, report.device_memory_bytes
         assert measured["activations"] == planned["activations"]
         assert sum(measured.values()) == pytest.approx(ledger.device_total_bytes, rel=0.05)

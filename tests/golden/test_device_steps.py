@@ -31,10 +31,13 @@ def steps(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> De
     )
 
 
+@pytest.mark.parametrize("attention_layers", [0, 2])
 @pytest.mark.parametrize("placement", ["device", "host"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt2"])
-def test_rows_in_chunks(architecture: str, placement: ActivationPlacement, steps: DeviceSteps) -> None:
-    steps.check_chunks(architecture, placement)
+def test_rows_in_chunks(
+    architecture: str, placement: ActivationPlacement, attention_layers: int, steps: DeviceSteps
+) -> None:
+    steps.check_chunks(architecture, placement, attention_layers)
 
 
 @pytest.mark.parametrize("base", ["none", "int8", "nf4"])

@@ -74,6 +74,23 @@ def test_outputs_and_gradients_are_those_of_a_mask(
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("shape", [(8, 2, 64, 64), (4, 4, 192, 128), (4, 2, 20, 20), (2, 1, 320, 320)], ids=str)
 def test_chunks_of_a_row_give_what_the_row_gives(shape: tuple[int, int, int, int], window: int) -> None:
+    compare_chunks(shape, window)
+
+
+def test_chunks_give_what_the_row_gives_by_attention_for_hopper() -> None:
+    """FlashAttention-4 over earlier keys."""
+    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)) or importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("needs flash-attn-4 and compute capability 9.0 or 10.0")
+    heads = Heads(queries=8, keys=2, size=128, value_size=128)
+    adopt(heads, "FA4")
+    try:
+        compare_chunks((8, 2, 128, 128), 0)
+    finally:
+        adopt(heads, "")
+
+
+def compare_chunks(shape: tuple[int, int, int, int], window: int) -> None:
+    """Outputs and gradients of a row in chunks, against those of the row."""
     documents, num_tokens = (40, 700, 92), 832
     ends = torch.tensor([0, *accumulate(documents)])
     whole = [tensor.requires_grad_() for tensor in inputs(*shape, num_tokens)]

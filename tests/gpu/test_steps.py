@@ -32,10 +32,13 @@ def steps(
     return DeviceSteps(new_device=CudaDevice, tiny_model=tiny_model, start=start, folder=tmp_path, patch=monkeypatch)
 
 
+@pytest.mark.parametrize("attention_layers", [0, 2])
 @pytest.mark.parametrize("placement", ["device", "host"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt2"])
-def test_rows_in_chunks(architecture: str, placement: ActivationPlacement, steps: DeviceSteps) -> None:
-    steps.check_chunks(architecture, placement)
+def test_rows_in_chunks(
+    architecture: str, placement: ActivationPlacement, attention_layers: int, steps: DeviceSteps
+) -> None:
+    steps.check_chunks(architecture, placement, attention_layers)
 
 
 @pytest.mark.parametrize("base", ["none", "int8", "nf4"])

@@ -124,9 +124,11 @@ class DeviceSteps:
             assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
         device.close()
 
-    def check_chunks(self, architecture: str, placement: ActivationPlacement) -> None:
-        """Rows in chunks, whose hidden states stay on the device, or come and go."""
-        self._check(self.tiny_model(architecture), chunk_tokens=8, activation_placement=placement)
+    def check_chunks(self, architecture: str, placement: ActivationPlacement, attention_layers: int) -> None:
+        """Rows in chunks, whose hidden states stay on the device, or come and go. Of some layers, attention's outputs
+        wait on the host."""
+        options: dict[str, Any] = {"activation_placement": placement, "attention_layers": attention_layers}
+        self._check(self.tiny_model(architecture), chunk_tokens=8, **options)
 
     def check_fp8(self, architecture: str, matmul: Matmul = "fp8") -> None:
         """Products in FP8, which the host computes by hand: one of each kind, and a step."""

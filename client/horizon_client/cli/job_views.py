@@ -147,7 +147,7 @@ def _memory_page(plan: MemoryPlan) -> str:
     if span := plan.node_range:
         where += f", planned for {plan.num_nodes} of {span.least} to {span.most} nodes"
         where += f" ({bytes_text(span.host_bytes)} of this node's memory are kept for any number of them)"
-    kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
+    kept = f"\n{_kept_text(plan.kept)}" if plan.kept else ""
     kept += f"\non drives: {_drives_text(plan.drives)}" if plan.drives else ""
     if base := plan.base:
         others = f", with {base.num_jobs} job{'' if base.num_jobs == 1 else 's'} when planned" if base.num_jobs else ""
@@ -223,8 +223,11 @@ def _drives_text(use: DriveUse) -> str:
 
 
 def _kept_text(kept: KeptMemory) -> str:
+    def of_layers(what: str, layers: int, size: int) -> str:
+        return f"{what} of {layers:,} layer{'' if layers == 1 else 's'} ({bytes_text(size)})"
+
     parts = [
-        f"{what} of {layers:,} layer{'' if layers == 1 else 's'} ({bytes_text(size)})"
+        of_layers(what, layers, size)
         for what, layers, size in (
             ("weights", kept.resident_layers, kept.resident_bytes),
             ("optimizer states", kept.state_layers, kept.state_bytes),
@@ -236,7 +239,11 @@ def _kept_text(kept: KeptMemory) -> str:
     ends = [name for name, stays in (("head", kept.resident_head), ("embedding", kept.resident_table)) if stays]
     if ends:
         parts.append(f"weights of {' and '.join(ends)} ({bytes_text(kept.end_bytes)})")
-    return f"{', '.join(parts)}; saves about {kept.saved_share:.0%} of a step"
+    lines = [f"kept on the device: {', '.join(parts)}"] if parts else []
+    if kept.attention_layers:
+        outputs = of_layers("attention outputs", kept.attention_layers, kept.attention_bytes)
+        lines.append(f"kept in host memory: {outputs}")
+    return "\n".join(lines) + f"; saves about {kept.saved_share:.0%} of a step"
 
 
 def plan_page(plan: MemoryPlan) -> str:

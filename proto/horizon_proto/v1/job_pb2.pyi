@@ -1985,7 +1985,7 @@ class MemoryPlan(google.protobuf.message.Message):
 
     @property
     def kept(self) -> global___KeptMemory:
-        """What stays on the device because it has memory to spare; unset where it has not, or that would save nothing."""
+        """What stays where there is memory to spare; unset where there is none, or that would save nothing."""
 
     @property
     def references(self) -> global___ReferencePass:
@@ -2228,7 +2228,9 @@ global___SharedBase = SharedBase
 
 @typing.final
 class KeptMemory(google.protobuf.message.Message):
-    """KeptMemory is what stays on a device that has memory to spare, and what that buys. Results do not depend on it."""
+    """KeptMemory is what stays where there is memory to spare, and what that buys: all but attention_layers on the device.
+    Results do not depend on it.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2244,6 +2246,8 @@ class KeptMemory(google.protobuf.message.Message):
     END_BYTES_FIELD_NUMBER: builtins.int
     STATE_LAYERS_FIELD_NUMBER: builtins.int
     STATE_BYTES_FIELD_NUMBER: builtins.int
+    ATTENTION_LAYERS_FIELD_NUMBER: builtins.int
+    ATTENTION_BYTES_FIELD_NUMBER: builtins.int
     resident_layers: builtins.int
     """Layers whose weights stay from step to step."""
     resident_bytes: builtins.int
@@ -2268,6 +2272,12 @@ class KeptMemory(google.protobuf.message.Message):
     """Of the layers whose weights stay, those whose optimizer states and gradients stay too, and that the device updates."""
     state_bytes: builtins.int
     """What these states and gradients take."""
+    attention_layers: builtins.int
+    """Layers of which attention's outputs of rows in chunks wait in host memory for backward, which then does not attend
+    again.
+    """
+    attention_bytes: builtins.int
+    """What these outputs take of host memory."""
     def __init__(
         self,
         *,
@@ -2283,8 +2293,10 @@ class KeptMemory(google.protobuf.message.Message):
         end_bytes: builtins.int = ...,
         state_layers: builtins.int = ...,
         state_bytes: builtins.int = ...,
+        attention_layers: builtins.int = ...,
+        attention_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end_bytes", b"end_bytes", "packed_bytes", b"packed_bytes", "packed_layers", b"packed_layers", "product_bytes", b"product_bytes", "product_layers", b"product_layers", "resident_bytes", b"resident_bytes", "resident_head", b"resident_head", "resident_layers", b"resident_layers", "resident_table", b"resident_table", "saved_share", b"saved_share", "state_bytes", b"state_bytes", "state_layers", b"state_layers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_bytes", b"attention_bytes", "attention_layers", b"attention_layers", "end_bytes", b"end_bytes", "packed_bytes", b"packed_bytes", "packed_layers", b"packed_layers", "product_bytes", b"product_bytes", "product_layers", b"product_layers", "resident_bytes", b"resident_bytes", "resident_head", b"resident_head", "resident_layers", b"resident_layers", "resident_table", b"resident_table", "saved_share", b"saved_share", "state_bytes", b"state_bytes", "state_layers", b"state_layers"]) -> None: ...
 
 global___KeptMemory = KeptMemory
 

@@ -2,7 +2,7 @@
 its forward and its backward.
 
 On the device is room for one row: its keys and values in the compute dtype, and their gradients in fp32. All else of a
-layer's visit is as large as a chunk.
+layer's visit is as large as a chunk. What attention gave a chunk may wait on the host as well (`chunked_outputs`).
 
 Shapes: N = tokens of a row, G = key heads, E = size of a head, of keys or of values.
 """
@@ -14,9 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from horizon_server.engine.attention.chunked import ChunkedRow, KeySizes, RowChunk
+from horizon_server.engine.attention.chunked import ChunkedRow, KeptOutput, KeySizes, RowChunk
+from horizon_server.engine.chunked_outputs import ChunkedOutputs
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.planning.ledger import plane_elements_of
+from horizon_server.planning.ledger import PAST_BLOCK_TOKENS, plane_elements_of
+from horizon_server.records.execution import Execution
 
 
 class ChunkedKeys:
@@ -26,9 +28,12 @@ class ChunkedKeys:
     Memory grows to the largest row and step seen, and then stays. Thread: the driver's; `row` is compute's.
     """
 
-    def __init__(self, device: Device, sizes: Sequence[KeySizes], *, num_skipped: int, chunk_tokens: int) -> None:
+    def __init__(self, device: Device, sizes: Sequence[KeySizes], execution: Execution, *, num_skipped: int) -> None:
         self._device, self._sizes, self._num_skipped = device, sizes, num_skipped
-        self._chunk_tokens = chunk_tokens
+        self._block_tokens = max(execution.chunk_tokens, PAST_BLOCK_TOKENS)
+        self._outputs: ChunkedOutputs | None = None
+        if num_layers := min(execution.residency.attention_layers, len(sizes) - num_skipped):
+            self._outputs = ChunkedOutputs(device, sizes, num_layers=num_layers, chunk_tokens=execution.chunk_tokens)
         self._row_tokens = self._step_tokens = 0
         self._keys: Tensor | None = None
         self._gradients: Tensor | None = None
@@ -44,12 +49,14 @@ class ChunkedKeys:
             DoesNotFit: the device's memory limit would be exceeded.
         """
         self._has_backward, self._gone = has_backward, None
+        if self._outputs is not None:
+            self._outputs.start(chunks, has_backward=has_backward)
         rows = [chunk for chunk in chunks if chunk is not None and chunk.is_last]
         if not rows:
             return
         longest, together = max(row.row_tokens for row in rows), sum(row.row_tokens for row in rows)
         if longest > self._row_tokens:
-            self.release()
+            self._release_keys()
             self._row_tokens = longest
         self._open(with_gradients=has_backward)
         if has_backward and together > self._step_tokens:
@@ -65,17 +72,19 @@ class ChunkedKeys:
                 piece_elements=self._stride,
             )
 
-    def row(self, layer: int, chunk: RowChunk, boundaries: Tensor) -> ChunkedRow:
-        """What a layer gets in a mask's place for a chunk."""
+    def row(self, layer: int, chunk: RowChunk, boundaries: Tensor, kept: KeptOutput | None) -> ChunkedRow:
+        """What a layer gets in a mask's place for a chunk, with what was announced for it."""
         assert self._keys is not None, "start comes first"
         keys, values = self._of_row(self._keys, layer)
         gradients = None if self._gradients is None else self._of_row(self._gradients, layer)
-        return ChunkedRow(chunk, boundaries, keys, values, gradients, block_tokens=self._chunk_tokens)
+        return ChunkedRow(chunk, boundaries, keys, values, gradients, block_tokens=self._block_tokens, kept=kept)
 
-    def before_forward(self, chunk: RowChunk) -> None:
-        """Compute is about to run a layer on a chunk: let it wait until the row before has left."""
+    def before_forward(self, layer: int, chunk: RowChunk) -> KeptOutput | None:
+        """Compute is about to run a layer on a chunk: let it wait until the row before has left. Returns where it
+        leaves what attention gives, if that is kept."""
         if chunk.first == 0 and self._gone is not None:
             self._device.compute.wait(self._gone)
+        return None if self._outputs is None else self._outputs.before_forward(layer, chunk)
 
     def after_forward(self, layer: int, chunk: RowChunk) -> None:
         """Compute has run a layer on a chunk: copy its keys and values to the host, where backward wants them."""
@@ -86,12 +95,22 @@ class ChunkedKeys:
         for source, target in self._copies(layer, chunk.first, chunk.stop, chunk.before):
             device.download(source, target, label="keys and values")
         self._gone = device.d2h.record()
+        if self._outputs is not None:
+            self._outputs.after_forward(layer, chunk)
 
-    def before_backward(self, layer: int, chunk: RowChunk) -> None:
+    def before_backward(self, layer: int, chunk: RowChunk) -> KeptOutput | None:
         """Compute is about to recompute a layer on a chunk: bring the row's keys and values where it is the row's
-        last one, and clear their gradients."""
-        if not chunk.is_last:
-            return
+        last one, and clear their gradients. Returns what attention gave, if that was kept."""
+        if chunk.is_last:
+            self._bring(layer, chunk)
+        return None if self._outputs is None else self._outputs.before_backward(layer, chunk)
+
+    def after_backward(self, layer: int) -> None:
+        """Compute has done all it does with a chunk in the backward of a layer."""
+        if self._outputs is not None:
+            self._outputs.after_backward(layer)
+
+    def _bring(self, layer: int, chunk: RowChunk) -> None:
         device = self._device
         assert self._gone is not None and self._gradients is not None, "forward was before"
         device.h2d.wait(device.compute.record())
@@ -104,6 +123,11 @@ class ChunkedKeys:
 
     def release(self) -> None:
         """Free the memory on the device. The queues must be idle."""
+        self._release_keys()
+        if self._outputs is not None:
+            self._outputs.release()
+
+    def _release_keys(self) -> None:
         for tensor in (self._keys, self._gradients):
             if tensor is not None:
                 self._device.free(tensor)
@@ -111,7 +135,9 @@ class ChunkedKeys:
 
     def close(self) -> None:
         """Free all memory. The queues must be idle."""
-        self.release()
+        self._release_keys()
+        if self._outputs is not None:
+            self._outputs.close()
         self._close_host()
         self._row_tokens = self._step_tokens = 0
 

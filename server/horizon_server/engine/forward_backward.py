@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import EMBEDDING, Activations, OffloadedActivations, Purpose
+from horizon_server.engine.attention.chunked import KeptOutput
 from horizon_server.engine.chunk_trial import key_sizes
 from horizon_server.engine.chunked_keys import ChunkedKeys
 from horizon_server.engine.compiled.layers import CompiledLayers
@@ -95,7 +96,7 @@ class ForwardBackward:
         if self._chunk_tokens:
             assert not ranks.by_layers, "chunks of one row go up and down within a layer, on one rank"
             sizes, num_skipped = key_sizes(template), template.layout.num_skipped_layers
-            self._keys = ChunkedKeys(device, sizes, num_skipped=num_skipped, chunk_tokens=self._chunk_tokens)
+            self._keys = ChunkedKeys(device, sizes, execution, num_skipped=num_skipped)
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
@@ -378,13 +379,13 @@ class ForwardBackward:
         template, activations, part = self._template, self.activations, current.layers
         visit, norms = self._fp8_visit(layer, for_backward=False), VisitNorms(template, layer)
 
-        def forward(index: int, input_TD: Tensor, output_TD: Tensor) -> None:
+        def forward(index: int, input_TD: Tensor, output_TD: Tensor, kept: KeptOutput | None) -> None:
             parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
             hidden_1TD = input_TD[None]
             current.seed(layer + 1, part.name_of(index))
             if part.tokens.chunks[index] is not None:
                 maps = _casting_maps(parameters, visit)
-                with torch.no_grad(), self._chunk_call(part, layer, index) as call:
+                with torch.no_grad(), self._chunk_call(part, layer, index, kept) as call:
                     output_1TD = template.layer(layer, parameters, hidden_1TD, call, maps)
             elif compiled := self._compiled.serve(layer, call := current.calls[index][layer], hidden_1TD.shape[1]):
                 output_1TD, products = compiled.forward(
@@ -402,9 +403,10 @@ class ForwardBackward:
         keeps_products = has_backward and layer >= template.num_layers - self._residency.product_layers
         for index, chunk in enumerate(part.tokens.chunks):
             input_TD, output_TD = activations.before_forward(layer, index)
+            kept = None
             if self._keys is not None and chunk is not None:
-                self._keys.before_forward(chunk)
-            work = partial(forward, index, input_TD, output_TD)
+                kept = self._keys.before_forward(layer, chunk)
+            work = partial(forward, index, input_TD, output_TD, kept)
             self._device.compute.submit(work, label=f"forward {layer + 1}")
             activations.after_forward(layer, index)
             if self._keys is not None and chunk is not None:
@@ -419,7 +421,13 @@ class ForwardBackward:
         visit, norms = self._fp8_visit(layer, for_backward=True), VisitNorms(template, layer)
         is_last = layer + 1 == self._first_trained
 
-        def backward(index: int, input_TD: Tensor, gradient_TD: Tensor, gradients: UnitGradients | None) -> None:
+        def backward(
+            index: int,
+            input_TD: Tensor,
+            gradient_TD: Tensor,
+            gradients: UnitGradients | None,
+            attended: KeptOutput | None,
+        ) -> None:
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for
             # a change here.
             hidden_1TD = input_TD[None].data
@@ -440,7 +448,9 @@ class ForwardBackward:
             # As in forward, so that the recompute draws the same dropout masks.
             current.seed(layer + 1, part.name_of(index))
             key = ("layer", template.layer_kinds[layer], is_last, is_chunk, hidden_1TD.shape[1])
-            call_of = self._chunk_call(part, layer, index) if is_chunk else nullcontext(current.calls[index][layer])
+            call_of: AbstractContextManager[LayerCall] = (
+                self._chunk_call(part, layer, index, attended) if is_chunk else nullcontext(current.calls[index][layer])
+            )
             with call_of as call, self._device.workspace(key):
                 output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call, maps)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
@@ -454,10 +464,11 @@ class ForwardBackward:
         for lane in range(len(part.tokens.lanes)):
             gradients = None if unit is None else unit.lanes[lane]
             for index in part.tokens.backward_order(lane):
-                work = partial(backward, index, *activations.before_backward(layer, index), gradients)
+                states, attended = activations.before_backward(layer, index), None
                 chunk = part.tokens.chunks[index]
                 if self._keys is not None and chunk is not None:
-                    self._keys.before_backward(layer, chunk)
+                    attended = self._keys.before_backward(layer, chunk)
+                work = partial(backward, index, *states, gradients, attended)
                 self._device.compute.submit(work, label=f"backward {layer + 1}")
                 if index == 0 and current.first_squares_L is not None:
                     self._device.compute.submit(
@@ -465,6 +476,8 @@ class ForwardBackward:
                     )
                 # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
                 activations.after_backward(layer, index)
+                if self._keys is not None and chunk is not None:
+                    self._keys.after_backward(layer)
             if unit is not None:
                 unit.close(lane)
         self._sink.send(layer + 1)
@@ -537,14 +550,14 @@ class ForwardBackward:
         sink.send(0, rows_R)
 
     @contextmanager
-    def _chunk_call(self, part: PassTokens, layer: int, index: int) -> Iterator[LayerCall]:
+    def _chunk_call(self, part: PassTokens, layer: int, index: int, kept: KeptOutput | None) -> Iterator[LayerCall]:
         """The call of a layer on a chunk, with what is kept of the row, on the device's account while it runs."""
         tokens, template = part.tokens, self._template
         chunk, boundaries = tokens.chunks[index], tokens.boundaries[index]
         assert self._keys is not None and chunk is not None and template.own_attention is not None
         calls = template.calls_of(tokens.position_ids[index], boundaries, self._device.compute_dtype)
         with charged(self._device, _call_bytes(calls, but=tokens.position_ids[index])):
-            yield template.own_attention.with_kept(layer, calls[layer], self._keys.row(layer, chunk, boundaries))
+            yield template.own_attention.with_kept(layer, calls[layer], self._keys.row(layer, chunk, boundaries, kept))
 
     def _keep(self, current: StepPass, layer: int, index: int, products: list[Tensor]) -> None:
         """Keep a layer's products of a micro-batch, where there is room; else backward computes them again."""

@@ -6,6 +6,7 @@ Shapes: T = tokens of the row, N = tokens of the step, R = distinct ids, S = sup
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -153,10 +154,13 @@ class StepTokens:
     def backward_order(self, lane: int) -> list[int]:
         """The parts of a lane in the order of backward: micro-batch by micro-batch, the chunks of one from its last."""
         order: list[int] = []
+        row: list[int] = []
         for number in self.lanes[lane]:
             chunk = self.chunks[number]
-            # Before those of its row that are there already.
-            order.insert(len(order) - (0 if chunk is None else chunk.number), number)
+            row.append(number)
+            if chunk is None or chunk.is_last:
+                order += reversed(row)
+                row.clear()
         return order
 
 
@@ -180,12 +184,14 @@ def _parts_of(micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> list[li
         parts = []
         for number, first in enumerate(range(0, num_tokens, size)):
             stop = min(first + size, num_tokens)
-            inner = [first, *(end for end in ends if first < end < stop), stop]
+            # By bisection, because a long row may have as many documents as chunks.
+            inside = bisect_right(ends, first)
+            inner = [first, *ends[inside : bisect_left(ends, stop)], stop]
             chunk = RowChunk(
                 number=number,
                 first=first,
                 stop=stop,
-                seen=max(end for end in ends if end <= first),
+                seen=ends[inside - 1],
                 row_tokens=num_tokens,
                 before=before,
             )

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
-from horizon_server.engine.attention.kernels import without_fused_kernels
+from horizon_server.engine.attention.fused import without_fused_kernels
 from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS, LayerCall
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch, grouped
 

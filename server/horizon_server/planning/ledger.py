@@ -59,6 +59,12 @@ from horizon_server.store.layout import (
 NUM_STREAMED_SLOTS = 4
 """Parts of a step whose hidden states are on the device at a time, where they come by chunk."""
 
+NUM_OUTPUT_SLOTS = 2
+"""Chunks of a row whose outputs of attention are on the device, where these wait on the host for backward."""
+
+PAST_BLOCK_TOKENS = 2048
+"""Earlier keys of a row in chunks that get gradients at once, where chunks are not longer themselves."""
+
 CHUNK_TRIAL_TOKENS = 48
 """Of the row that a model is tried with before it computes chunks."""
 
@@ -212,6 +218,7 @@ def plan_memory(
     uncovered_bytes = 0 if scores else max(0, counted_bytes - formula_elements * _FP32)
     num_kept = model.num_hidden_layers - layout.num_skipped_layers
     on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, execution)
+    attention_layers = min(residency.attention_layers, num_kept) if chunked_tokens else 0
     on_device += EXPERT_PLANES * tokens_per_step * model.hidden_size * bool(pages.units)
     device = {
         "weights": _weight_slot_elements(layout, residency, pages) * element_bytes
@@ -223,7 +230,9 @@ def plan_memory(
         "activations": on_device * element_bytes
         + residency.product_layers * product_bytes(folder, recipe, execution)
         # Keys and values of one row, and their gradients.
-        + chunked_tokens * model.key_value_elements * (element_bytes + _FP32),
+        + chunked_tokens * model.key_value_elements * (element_bytes + _FP32)
+        # What attention gave two chunks.
+        + NUM_OUTPUT_SLOTS * execution.chunk_tokens * _output_bytes(model, element_bytes) * bool(attention_layers),
         "workspace": model.position_mask_bytes
         + (
             call_bytes(model, row_tokens, called_tokens, element_bytes)
@@ -242,11 +251,13 @@ def plan_memory(
     layer_bytes = saved_bytes + adapter_elements_of_row * element_bytes
     if element_bytes == _BF16:
         layer_bytes += norm_input_elements(model, row_tokens) * element_bytes
+    past_block_bytes = _past_block_bytes(model, execution, chunked_tokens)
     drives = DriveLayout(layout, execution.drives)
     host = {
         **_plane_shares(layout, execution),
         "activations": (on_host + _key_value_elements_on_host(model, num_kept, tokens_per_step, chunked_tokens))
-        * element_bytes,
+        * element_bytes
+        + attention_layers * attention_output_bytes(model, tokens_per_step, element_bytes),
         "staging": _landing_bytes(layout, recipe.tokens_per_step, execution),
         "other": _process_bytes(layout, model, tokens_per_step, execution.num_threads) + first_norm_bytes(layout),
     }
@@ -262,7 +273,7 @@ def plan_memory(
         # The buffer in which packed weights arrive.
         device["weights"] += max(unit.packed_bytes for unit in layout.units)
         device["workspace"] += cuda_working_bytes(layout, model, row_tokens, tokens_per_step, edge_tokens=edge_tokens)
-        device["workspace"] += uncovered_bytes
+        device["workspace"] += uncovered_bytes + past_block_bytes
         device["workspace"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         host["other"] += CUDA_WORKER_BYTES
     else:
@@ -281,6 +292,7 @@ def plan_memory(
             edge_tokens=edge_tokens,
         )
         host["other"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
+        host["other"] += past_block_bytes
         if in_fp8:
             # Products that are emulated widen both factors again.
             host["other"] += 3 * _fp8_bytes(layout, model, row_tokens, recipe.matmul)
@@ -488,6 +500,23 @@ def _key_value_elements_on_host(model: ModelShape, num_layers: int, tokens_per_s
     if not chunked_tokens:
         return 0
     return num_layers * plane_elements_of(tokens_per_step, model.key_value_elements)
+
+
+def attention_output_bytes(model: ModelShape, tokens_per_step: int, element_bytes: int) -> int:
+    """What attention gave all tokens of a step in one layer, on the host: outputs, and the logarithms of their sums."""
+    outputs = plane_elements_of(tokens_per_step, model.num_attention_heads * model.head_dim) * element_bytes
+    return outputs + plane_elements_of(tokens_per_step, model.num_attention_heads) * _FP32
+
+
+def _output_bytes(model: ModelShape, element_bytes: int) -> int:
+    """The same of one token on the device."""
+    return model.num_attention_heads * (model.head_dim * element_bytes + _FP32)
+
+
+def _past_block_bytes(model: ModelShape, execution: Execution, chunked_tokens: int) -> int:
+    """Gradients of a block of earlier keys and values, beyond what a chunk's own take."""
+    more_tokens = min(PAST_BLOCK_TOKENS, chunked_tokens) - execution.chunk_tokens
+    return max(0, more_tokens) * model.key_value_elements * execution.element_bytes
 
 
 def _fp8_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, matmul: Matmul) -> int:

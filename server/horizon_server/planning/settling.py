@@ -13,6 +13,7 @@ from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.advice import why_not
 from horizon_server.planning.case import Case, placed
 from horizon_server.planning.layer_deal import deal_layers
+from horizon_server.planning.ledger import attention_output_bytes
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.records.execution import Execution, Residency
 from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, StepPrediction
@@ -108,10 +109,12 @@ class _Way:
                 "heads or experts"
             )
         fits = case.fits(ledger, execution)
-        residency = None if prediction is None or not uses_spare else _residency(case, execution, ledger)
-        if residency is not None:
-            execution = dataclasses.replace(execution, residency=residency)
-            ledger, prediction = case.ledger(execution), case.prediction(execution)
+        if prediction is not None and uses_spare:
+            for chosen in (_attention_outputs, _residency):
+                residency = chosen(case, execution, ledger)
+                if residency is not None:
+                    execution = dataclasses.replace(execution, residency=residency)
+                    ledger, prediction = case.ledger(execution), case.prediction(execution)
         return cls(execution=execution, ledger=ledger, prediction=prediction, fits=fits)
 
     @property
@@ -157,21 +160,61 @@ def _by_layers(case: Case, execution: Execution, *, uses_spare: bool) -> _Way | 
     return None
 
 
+def _attention_outputs(case: Case, execution: Execution, ledger: Ledger) -> Residency | None:
+    """Use what is left of the host's memory for attention's outputs of rows in chunks, where that makes steps faster
+    and the device has room for those of two chunks."""
+    layout, recipe = case.folder.layout, case.spec.train.recipe
+    num_kept = case.folder.shape.num_hidden_layers - layout.num_skipped_layers
+    if not case.chunked_tokens(execution) or not num_kept:
+        return None
+    a_layer = attention_output_bytes(case.folder.shape, recipe.tokens_per_step, execution.element_bytes)
+
+    def with_layers(number: int) -> Execution:
+        kept = Residency(attention_layers=number, attention_bytes=number * a_layer)
+        return dataclasses.replace(execution, residency=kept)
+
+    room_bytes = int(SPARE_USABLE * case.host_limit_bytes) - ledger.host_total_bytes
+    # On the host device, the room for two chunks is host memory too.
+    room_bytes -= case.ledger(with_layers(1)).host_total_bytes - ledger.host_total_bytes - a_layer
+    most = min(num_kept, room_bytes // a_layer)
+    if most <= 0 or case.ledger(with_layers(1)).device_total_bytes > execution.device_limit_bytes:
+        return None
+
+    def step_s(number: int) -> float:
+        prediction = case.prediction(with_layers(number))
+        assert prediction is not None, "there was one without"
+        return prediction.step_s
+
+    # Fewer where the link has no time for all.
+    best = min({most, most // 2, most // 4, 0}, key=lambda number: (step_s(number), number))
+    if not best:
+        return None
+    return dataclasses.replace(with_layers(best).residency, saved_share=1 - step_s(best) / step_s(0))
+
+
 def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | None:
     """Use what is left of a GPU's memory, where that makes steps faster. On the host nothing crosses a link."""
     room_bytes = int(SPARE_USABLE * execution.device_limit_bytes) - ledger.device_total_bytes
     if execution.device_kind == "host" or execution.activation_placement == "host" or room_bytes <= 0:
         return None
 
+    before = execution.residency
+
+    def beside(residency: Residency) -> Execution:
+        """With the outputs of attention that are kept already."""
+        kept = dataclasses.replace(
+            residency, attention_layers=before.attention_layers, attention_bytes=before.attention_bytes
+        )
+        return dataclasses.replace(execution, residency=kept)
+
     def step_s(residency: Residency) -> float:
-        prediction = case.prediction(dataclasses.replace(execution, residency=residency))
+        prediction = case.prediction(beside(residency))
         assert prediction is not None, "there was one without"
         return prediction.step_s
 
     def weight_bytes(residency: Residency) -> int:
         # Products alone are counted apart.
-        kept = dataclasses.replace(execution, residency=residency)
-        return case.ledger(kept).device_total_bytes - ledger.device_total_bytes
+        return case.ledger(beside(residency)).device_total_bytes - ledger.device_total_bytes
 
     layout = case.folder.layout
     # Layers that run eagerly keep none.
@@ -180,7 +223,7 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
     # kernel for compressed states, and those on drives have another home.
     has_states = execution.num_ranks == 1 and not execution.adds_up
     has_states &= not layout.is_compressed and not execution.drives.units
-    return choose_residency(
+    found = choose_residency(
         step_s,
         room_bytes=room_bytes,
         # Layers whose experts come in pages stay nowhere as a whole.
@@ -192,3 +235,5 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
         # Of several ranks, each brings a part of the head, and rows come from those that own them.
         ends=possible_ends(layout) if execution.num_ranks == 1 else (),
     )
+    share = 1 - (1 - before.saved_share) * (1 - found.saved_share)
+    return dataclasses.replace(beside(found).residency, saved_share=share)

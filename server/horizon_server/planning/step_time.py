@@ -38,13 +38,13 @@ Parts = Mapping[str, float]
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
     """What each queue has to do in a step, had it the machine to itself. `layer_forward` and `layer_backward` are one
-    layer's compute by part, `head` and `embedding` likewise; the rest is by unit. The last `product_layers`, whose
-    products stay, take `layer_kept` in backward."""
+    layer's compute by part, `head` and `embedding` likewise; the rest is by unit. The last `kept_layers`, whose
+    products or outputs of attention are kept, take `layer_kept` in backward."""
 
     layer_forward: Parts
     layer_backward: Parts
     layer_kept: Parts
-    product_layers: int
+    kept_layers: int
     head: Parts
     embedding: Parts
     visits: tuple[Visit, ...]
@@ -82,7 +82,10 @@ class Seconds:
             "accumulation": layer.accumulate_bytes / rates.accumulate_bytes_per_s,
             "clearing": sum(unit.clear_bytes for unit in work.layers) / len(work.layers) / clear,
         }
-        kept = {**backward, "gemm": layer.backward_flops / gemm, "attention": backward["attention"] - attend_s}
+        assert not (work.product_layers and work.attention_layers), "chunks are not compiled, and keep no products"
+        kept = {**backward, "attention": backward["attention"] - attend_s}
+        if work.product_layers:
+            kept["gemm"] = layer.backward_flops / gemm
         head = {
             "gemm": work.head.flops / gemm,
             "head": work.head.elementwise_bytes / width.head_bytes_per_s
@@ -109,7 +112,7 @@ class Seconds:
             layer_forward=forward,
             layer_backward=backward,
             layer_kept=kept,
-            product_layers=work.product_layers,
+            kept_layers=work.kept_layers,
             head=head,
             embedding=embedding,
             visits=visits,
@@ -176,7 +179,7 @@ class Seconds:
         total, (visits, speed) = dict[str, float](), self.counted
         forward = sum(visit.ring == "layer" and not visit.gradient for visit in visits)
         backward = sum(visit.ring == "layer" and visit.gradient for visit in visits)
-        kept = min(self.product_layers, backward)
+        kept = min(self.kept_layers, backward)
         for parts, times in (
             (self.layer_forward, forward),
             (self.layer_backward, backward - kept),
@@ -217,7 +220,7 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
     for (index, unit), rank in zip(numbered, work.layer_ranks or [0] * len(numbered), strict=True):
         passing[rank] += [index] * (not unit.resident)
     reused = {index for of_rank in passing.values() for index in of_rank[-NUM_SLOTS:]}
-    first_kept = head - work.product_layers
+    first_kept = head - work.kept_layers
     return (
         Visit(unit=0, ring="edge", upload_s=rows_up_s + rows.peer_rows_bytes / exchange, compute_s=0.0),
         *(

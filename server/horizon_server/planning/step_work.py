@@ -17,7 +17,7 @@ from horizon_server.planning.bandwidth import adamw_bytes_per_parameter, compres
 from horizon_server.planning.elementwise import copied_bytes, elementwise_bytes
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
-from horizon_server.planning.ledger import chunked_row_tokens
+from horizon_server.planning.ledger import attention_output_bytes, chunked_row_tokens
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.pages import PagesPlan
 from horizon_server.planning.residency import packed_units, resident_units, skips_projection, state_units
@@ -125,13 +125,12 @@ class HeadWork:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """What one unit moves. `offload_bytes` are layer inputs, or keys and values of rows in chunks, that wait on the
-    host, once down and once up; `clear_bytes`
-    is the device memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves
-    through host memory. What is trained of a `resident` unit goes up once a step. `unpack_bytes` is the device memory
-    that is read and written while its packed weights become those that are computed with, whenever it goes up. A unit
-    whose optimizer states are on the device neither moves nor takes an update of the host's: its `clear_bytes` have
-    what the device's own update reads and writes."""
+    """What one unit moves. `offload_bytes` are layer inputs, or keys, values and attention's outputs of rows in chunks,
+    that wait on the host, once down and once up; `clear_bytes` is the device memory of its gradient that is cleared,
+    normed and rounded; `update_bytes` what the optimizer moves through host memory. What is trained of a `resident`
+    unit goes up once a step. `unpack_bytes` is the device memory that is read and written while its packed weights
+    become those that are computed with, whenever it goes up. A unit whose optimizer states are on the device neither
+    moves nor takes an update of the host's: its `clear_bytes` have what the device's own update reads and writes."""
 
     upload_bytes: float
     download_bytes: float
@@ -192,6 +191,8 @@ class StepWork:
     head_traffic: UnitTraffic
     embedding: EmbeddingTraffic
     product_layers: int = 0
+    attention_layers: int = 0
+    """The last ones, whose recompute attends to nothing: the outputs come back from the host."""
     first_trained: int = 0
     peers_are_processes: bool = False
     """Whether what ranks send to each other stays in this machine's memory."""
@@ -212,6 +213,11 @@ class StepWork:
     """Units whose states are in memory on their way."""
     longest_share: float = 1.0
     """Tokens of the rank that has the most documents, in units of an equal part: the others wait for it."""
+
+    @property
+    def kept_layers(self) -> int:
+        """The last ones, of which backward does not compute all of forward again."""
+        return self.product_layers or self.attention_layers
 
 
 def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, facts: EngineFacts = TODAY) -> StepWork:
@@ -239,6 +245,7 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
         head_traffic=own.head_traffic(),
         embedding=own.embedding(),
         product_layers=execution.residency.product_layers,
+        attention_layers=whole.attention_layers,
         first_trained=folder.layout.first_trained_unit,
         peers_are_processes=on_host,
         num_links=1 if on_host else execution.num_ranks,
@@ -302,6 +309,15 @@ class _Counter:
             execution=execution,
             facts=facts,
         )
+
+    @property
+    def _is_chunked(self) -> bool:
+        return bool(chunked_row_tokens(self.recipe, self.execution, longest=max(self.lengths)))
+
+    @property
+    def attention_layers(self) -> int:
+        """Whose outputs of attention wait on the host."""
+        return self.execution.residency.attention_layers if self._is_chunked else 0
 
     @property
     def element(self) -> int:
@@ -518,10 +534,16 @@ class _Counter:
         offload, waits = 0, self.execution.activation_placement == "host"
         if waits and not self.execution.chunk_tokens:
             offload = sum(self.lengths) * self.folder.shape.hidden_size * self.element
-        keys = 0
-        if chunked_row_tokens(self.recipe, self.execution, longest=max(self.lengths)):
+        keys = outputs = 0
+        if self._is_chunked:
             keys = sum(self.lengths) * self.folder.shape.key_value_elements * self.element
+<<<<<<< HEAD
         traffic = [
+=======
+            outputs = attention_output_bytes(self.folder.shape, sum(self.lengths), self.element)
+        attended = {unit.index for unit in units[len(units) - self.attention_layers :]}
+        return tuple(
+>>>>>>> chunks2
             UnitTraffic(
                 upload_bytes=0
                 if unit.index in on_device
@@ -535,7 +557,9 @@ class _Counter:
                 clear_bytes=unit.trained_elements
                 * (self.clear_bytes(divided=True) + (device_update_bytes if unit.index in on_device else 0)),
                 # The last layer's input is still on the device when backward begins.
-                offload_bytes=keys + (offload if unit is not units[-1] else 0),
+                offload_bytes=keys
+                + (offload if unit is not units[-1] else 0)
+                + (outputs if unit.index in attended else 0),
                 unpack_bytes=0 if unit.index in resident else self._unpack_bytes(unit),
                 resident=unit.index in resident,
                 peer_up_bytes=self._peers_up(

@@ -30,7 +30,7 @@ NUM_SLOTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
-    """What stays on a device that has memory to spare, and what that buys.
+    """What stays where there is memory to spare, and what that buys: all but `attention_layers` on the device.
 
     The weights of `resident_layers` stay from step to step. The optimizer states of `state_layers` of these stay too,
     and their gradients, and the device updates them. Of `packed_layers` others, the frozen weights stay as they
@@ -52,6 +52,11 @@ class Residency:
     """What the weights of head and table take."""
     product_layers: int = 0
     product_bytes: int = 0
+    attention_layers: int = 0
+    """The last ones, of which attention's outputs of rows in chunks wait in host memory for backward, which then does
+    not attend again."""
+    attention_bytes: int = 0
+    """What these outputs take of host memory."""
     saved_share: float = 0.0
 
     @property
@@ -64,6 +69,7 @@ class Residency:
                 ("optimizer states", self.state_layers, self.state_bytes),
                 ("packed weights", self.packed_layers, self.packed_bytes),
                 ("activations", self.product_layers, self.product_bytes),
+                ("attention outputs in host memory", self.attention_layers, self.attention_bytes),
             )
             if num_layers
         ]
@@ -75,7 +81,7 @@ class Residency:
     @property
     def is_anything(self) -> bool:
         """Whether something stays."""
-        layers = self.resident_layers or self.packed_layers or self.product_layers
+        layers = self.resident_layers or self.packed_layers or self.product_layers or self.attention_layers
         return bool(layers) or self.resident_head or self.resident_table
 
 

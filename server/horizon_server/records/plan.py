@@ -294,7 +294,8 @@ class Plan(Ledger):
 
     @property
     def kept(self) -> Residency | None:
-        """What stays on the device; None where it has nothing to spare, or it would save nothing."""
+        """What stays on the device, or waits in host memory that is to spare; None where there is none, or it would
+        save nothing."""
         residency = self.execution.residency
         return residency if residency.is_anything else None
 

@@ -15,6 +15,7 @@ NAME_PATTERN = re.compile(NAME)
 NAME_RULE = "1 to 63 letters, digits, '.', '_' or '-', starting with a letter or digit"
 
 MAX_STEPS = 100_000_000
+MAX_ROW_TOKENS = 1 << 22
 MAX_EXPRESSIONS = 64
 MAX_EXPRESSION_CHARS = 256
 MAX_LR_SCALE = 1000

@@ -16,6 +16,7 @@ from horizon_server.spec.fields import (
     MAX_EXPRESSIONS,
     MAX_LANES,
     MAX_LR_SCALE,
+    MAX_ROW_TOKENS,
     MAX_STEPS,
     Section,
     WrongField,
@@ -62,7 +63,7 @@ class TrainSpec(Section):
     sequence_length: int = Field(
         default=1024,
         ge=8,
-        le=1_048_576,
+        le=MAX_ROW_TOKENS,
         description="Longest row in tokens. Longer chats are truncated, longer texts are split.",
     )
     tokens_per_step: int = Field(
@@ -182,7 +183,7 @@ class TrainSpec(Section):
     chunk_tokens: int | None = Field(
         default=None,
         ge=64,
-        le=1_048_576,
+        le=MAX_ROW_TOKENS,
         description="Layers compute a row of more tokens in chunks of this many, so that only its keys and values grow "
         "with it on the device, and their gradients; they wait in host memory between a layer's forward and its "
         "backward. The result is that of whole rows but for rounding, shorter rows are computed as without it, and "

@@ -213,6 +213,8 @@ def planned(daemon: Daemon) -> job_pb2.MemoryPlan:
             end_bytes=1 << 30,
             product_layers=1,
             product_bytes=1 << 29,
+            attention_layers=2,
+            attention_bytes=1 << 28,
             saved_share=0.042,
         ),
         prediction=job_pb2.StepPrediction(

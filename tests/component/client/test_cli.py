@@ -357,8 +357,8 @@ def test_plan(run: Run, planned: job_pb2.MemoryPlan) -> None:
     assert f"{before}, about 0:00:30" in result.stdout
     kept = (
         "kept on the device: weights of 12 layers (768.0 MiB), packed weights of 16 layers (256.0 MiB), activations of "
-        "1 layer (512.0 MiB), weights of head and embedding (1.0 GiB); saves about 4% "
-        "of a step"
+        "1 layer (512.0 MiB), weights of head and embedding (1.0 GiB)\n"
+        "kept in host memory: attention outputs of 2 layers (256.0 MiB); saves about 4% of a step"
     )
     assert kept in result.stdout
     assert "hint: another setting is faster" in result.stdout

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionMaskInterface
 
-from horizon_server.engine.attention import blocks, host_kernel, kernels, trial
+from horizon_server.engine.attention import blocks, fused, host_kernel, trial
 from horizon_server.engine.attention.function import attend
 from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.engine.template import Template
@@ -118,15 +118,15 @@ def test_a_document_in_a_packed_row_has_the_bits_that_it_has_alone() -> None:
 def test_documents_of_all_lengths_reach_torchs_kernel_in_bf16_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_kernel, "runs", lambda *_: False)
     lengths: set[int] = set()
-    filled = kernels._filled
+    filled = fused._filled
 
-    def record(*args: Any) -> Tensor:
-        document: Tensor = filled(*args)
+    def record(*args: Any, **options: Any) -> Tensor:
+        document = filled(*args, **options)
         if document.dtype is torch.bfloat16:
             lengths.add(document.shape[2])
         return document
 
-    monkeypatch.setattr(kernels, "_filled", record)
+    monkeypatch.setattr(fused, "_filled", record)
     # Their backward is in fp32, where lengths do not matter.
     boundaries = boundaries_of(range(1, 40))
     inputs = [tensor.bfloat16().requires_grad_() for tensor in tensors_of(SHAPES["grouped"], int(boundaries[-1]))]
@@ -244,7 +244,7 @@ def test_the_boundaries_of_documents_go_to_a_device_without_waiting_for_it() -> 
             return result
 
     with Seen():  # type: ignore[no-untyped-call]
-        placed = kernels._placed(boundaries_of((3, 5)), torch.device("meta"))
+        placed = fused._placed(boundaries_of((3, 5)), torch.device("meta"))
 
     assert placed.dtype == torch.int32
     # One copy, of integers of the kernel's own size: nothing is converted on the device.

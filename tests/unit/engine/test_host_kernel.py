@@ -18,7 +18,8 @@ from torch import Tensor
 
 from horizon_server.engine.attention import host_kernel
 from horizon_server.engine.attention.function import attend
-from horizon_server.engine.attention.kernels import attention, attention_backward, without_fused_kernels
+from horizon_server.engine.attention.fused import without_fused_kernels
+from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.store import native
 
 # Heads, heads of keys, sizes of queries and keys, sizes of values.

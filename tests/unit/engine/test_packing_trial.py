@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.attention.function import attend
-from horizon_server.engine.attention.kernels import without_fused_kernels
+from horizon_server.engine.attention.fused import without_fused_kernels
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.packing_limit import supports_packing
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
+from horizon_server.planning.residency import SPARE_USABLE
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
@@ -132,14 +133,50 @@ def test_nobody_is_sent_to_chunks_that_the_model_has_not(tmp_path: Path) -> None
     assert "chunk_tokens" not in refused.message
 
 
-def test_what_crosses_the_link_is_predicted(folder: Path) -> None:
-    machine = PlannedMachine(gpu="H100", host_gbps=200.0, host_memory_bytes=64 * GIB)
+def plan_on_h100(folder: Path, spec: JobSpec, host_bytes: int = 64 * GIB) -> Plan:
+    machine = PlannedMachine(gpu="H100", host_gbps=200.0, host_memory_bytes=host_bytes)
     planner = Planner(
         load_settings(host_memory_reserve_bytes=0),
-        memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
+        memory=lambda: HostMemory(limit_bytes=host_bytes, available_bytes=host_bytes),
         num_threads=1,
     )
-    plans = [planner.plan_elsewhere(spec_of(chunk_tokens=n), folder, machine) for n in (None, 16384)]
+    return planner.plan_elsewhere(spec, folder, machine)
+
+
+A_LAYER = ROW * 32 * 2 + ROW * 4 * 4
+"""Bytes of attention's outputs of all tokens, in bf16, and of their sums in fp32."""
+
+
+def test_outputs_of_attention_wait_where_host_memory_is_left(folder: Path) -> None:
+    spec = spec_of(chunk_tokens=16384)
+    roomy = plan_on_h100(folder, spec)
+    kept = roomy.kept
+    assert kept is not None
+    assert (kept.attention_layers, kept.attention_bytes) == (4, 4 * A_LAYER)
+    assert "attention outputs in host memory of 4 layers (40.0 MiB)" in kept.text
+    needed = roomy.host_total_bytes - 4 * A_LAYER
+    tight = plan_on_h100(folder, spec, int((needed + 2.5 * A_LAYER) / SPARE_USABLE))
+    none = plan_on_h100(folder, spec, int((needed + 0.5 * A_LAYER) / SPARE_USABLE))
+    for plan, layers in ((tight, 2), (none, 0)):
+        assert plan.fits
+        assert plan.execution.residency.attention_layers == layers
+        assert plan.host_total_bytes == needed + layers * A_LAYER
+    slots = 2 * 16384 * (32 * 2 + 4 * 4)
+    assert tight.device_bytes["activations"] - none.device_bytes["activations"] == slots
+    times = [plan.prediction.step_s for plan in (roomy, tight, none) if plan.prediction is not None]
+    assert times == sorted(times) and len(set(times)) == 3
+    assert kept.saved_share == pytest.approx(1 - times[0] / times[2], abs=0.02)
+
+
+def test_rows_that_are_not_longer_keep_no_outputs_of_attention(folder: Path) -> None:
+    plans = [plan_on_h100(folder, spec_of(chunk_tokens=n)) for n in (None, ROW)]
+    assert not any(plan.execution.residency.attention_layers for plan in plans)
+
+
+def test_what_crosses_the_link_is_predicted(folder: Path) -> None:
+    # Without memory to keep anything.
+    host_bytes = plan_on_h100(folder, spec_of()).host_total_bytes + A_LAYER
+    plans = [plan_on_h100(folder, spec_of(chunk_tokens=n), host_bytes) for n in (None, 16384)]
     whole, chunked = (plan.prediction for plan in plans)
     assert whole is not None and chunked is not None
     assert chunked.step_s > whole.step_s

@@ -15,8 +15,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from horizon_server.engine.attention.fused import without_fused_kernels
 from horizon_server.engine.attention.implementation import Heads, adopt
-from horizon_server.engine.attention.kernels import attention, attention_backward, without_fused_kernels
+from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.engine.compiled.trial import relative_differences, timed
 from horizon_server.engine.template import Template
 from horizon_server.planning.model_folder import ModelShape

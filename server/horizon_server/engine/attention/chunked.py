@@ -18,22 +18,39 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.attention.blocks import Scores
+from horizon_server.engine.attention.fused import attend_on_gpu, gradients_on_gpu, needs_no_copy
 from horizon_server.engine.attention.kernels import attention, attention_backward
-from horizon_server.engine.attention.past import attend_to_past, gradients_of_past
+from horizon_server.engine.attention.past import attend_to_past, gradients_of_past, takes_all_keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeySizes:
-    """Key heads of a layer, and the sizes of a key and of a value."""
+    """Key heads of a layer, the sizes of a key and of a value, and how many heads the queries have."""
 
     heads: int
     key: int
     value: int
+    query_heads: int
 
     @property
     def elements(self) -> int:
-        """Of one token."""
+        """Of the keys and values of one token."""
         return self.heads * (self.key + self.value)
+
+    @property
+    def output_elements(self) -> int:
+        """Of what attention gives one token."""
+        return self.query_heads * self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptOutput:
+    """Where a chunk's attention leaves its output [1, T, heads, E] and the logarithms of its sums of exponentials
+    [heads, T] in forward, and finds them again in backward, where they are there (`is_there`)."""
+
+    output: Tensor
+    sums: Tensor
+    is_there: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +79,9 @@ class ChunkedRow:
 
     `keys` and `values` [1, G, N, E] are those of the whole row, in the compute dtype; here the chunk's own are written.
     `for_keys` and `for_values`, of the same shapes in fp32, are the gradients that the chunks after this one have added
-    up; None where there is no backward. `boundaries` are those of the documents, or parts of them, in the chunk; at
-    most `block_tokens` keys are looked at together.
+    up; None where there is no backward. `boundaries` are those of the documents, or parts of them, in the chunk. At
+    most `block_tokens` keys get gradients at once. With `kept`, forward leaves the output there, and the recompute in
+    backward takes it from there and attends to nothing.
     """
 
     def __init__(
@@ -75,9 +93,10 @@ class ChunkedRow:
         gradients: tuple[Tensor, Tensor] | None = None,
         *,
         block_tokens: int,
+        kept: KeptOutput | None = None,
     ) -> None:
         self._chunk, self._boundaries, self._block_tokens = chunk, boundaries, block_tokens
-        self._keys, self._values, self._gradients = keys, values, gradients
+        self._keys, self._values, self._gradients, self._kept = keys, values, gradients, kept
 
     def attend(
         self,
@@ -99,15 +118,30 @@ class ChunkedRow:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:
         """The output and the logarithm of each query's sum of exponentials [heads, T]."""
-        own = slice(self._chunk.first, self._chunk.stop)
-        self._keys[:, :, own], self._values[:, :, own] = key, value
+        kept = self._kept
+        if kept is not None and kept.is_there:
+            # `data`, because others of the same memory may be on their way in, which autograd would take for a change.
+            return kept.output.data, kept.sums.data
+        self._keys[:, :, self._own], self._values[:, :, self._own] = key, value
+        output, sums = self._attended(query, key, value, sinks, rule)
+        if kept is not None:
+            kept.output.copy_(output)
+            kept.sums.copy_(sums)
+        return output, sums
+
+    def _attended(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rule: Scores
+    ) -> tuple[Tensor, Tensor]:
+        if takes_all_keys(query, sinks, rule) and (rule.window or needs_no_copy(query, value)):
+            keys, key_ends = self._all_keys(rule)
+            return attend_on_gpu(query, *self._seen(keys), self._boundaries, rule, key_ends=key_ends)
         output, sums = attention(query, key, value, self._boundaries, sinks, rule.scale, rule.window, rule.softcap)
         if queries := self._seeing(rule):
             early, early_sums, merged = query[:, :, :queries], sums[:, :queries], output[:, :queries].float()
-            for keys, ahead in self._past(rule):
-                found, found_sums = attend_to_past(
-                    early, self._keys[:, :, keys], self._values[:, :, keys], rule, ahead=ahead
-                )
+            # All at once where that takes no copy of them: each block has to be merged.
+            size = self._chunk.first if query.shape[-1] == value.shape[-1] else self._block_tokens
+            for keys, ahead in self._past(rule, size):
+                found, found_sums = attend_to_past(early, *self._seen(keys), rule, ahead=ahead)
                 both = torch.logaddexp(early_sums, found_sums)
                 share = (early_sums - both).exp_().transpose(0, 1)[..., None]
                 merged = torch.lerp(found.float(), merged, share)
@@ -129,6 +163,15 @@ class ChunkedRow:
         """The gradients of query, key, value and sinks; those of earlier keys and values are added to."""
         assert self._gradients is not None, "a pass with a backward"
         for_keys, for_values = self._gradients
+        own = self._own
+        if rule.window and takes_all_keys(query, sinks, rule):
+            # A window's keys and the chunk's own, of which a copy takes little.
+            keys, key_ends = self._all_keys(rule)
+            given = (gradient, query, *self._seen(keys), output, sums)
+            for_query, of_keys, of_values = gradients_on_gpu(*given, self._boundaries, rule, key_ends=key_ends)
+            for_keys[:, :, keys] += of_keys
+            for_values[:, :, keys] += of_values
+            return for_query, for_keys[:, :, own], for_values[:, :, own], torch.empty_like(sinks)
         for_query, for_key, for_value, for_sinks = attention_backward(
             gradient, query, key, value, output, sums, self._boundaries, sinks, rule.scale, rule.window, rule.softcap
         )
@@ -137,15 +180,12 @@ class ChunkedRow:
             of_early = for_query[:, :, :queries].float()
             early = (gradient[:, :queries], query[:, :, :queries])
             results = (output[:, :queries], sums[:, :queries])
-            for keys, ahead in self._past(rule):
-                of_block, of_keys, of_values = gradients_of_past(
-                    *early, self._keys[:, :, keys], self._values[:, :, keys], *results, rule, ahead=ahead
-                )
+            for keys, ahead in self._past(rule, self._block_tokens):
+                of_block, of_keys, of_values = gradients_of_past(*early, *self._seen(keys), *results, rule, ahead=ahead)
                 of_early += of_block
                 for_keys[:, :, keys] += of_keys
                 for_values[:, :, keys] += of_values
             for_query[:, :, :queries] = of_early
-        own = slice(self._chunk.first, self._chunk.stop)
         # What the chunks after this one have added is all there is.
         return for_query, for_key + for_keys[:, :, own], for_value + for_values[:, :, own], for_sinks
 
@@ -156,17 +196,34 @@ class ChunkedRow:
         num_tokens = int(self._boundaries[1])
         return min(num_tokens, rule.window - 1) if rule.window else num_tokens
 
-    def _past(self, rule: Scores) -> Iterator[tuple[slice, int]]:
+    @property
+    def _own(self) -> slice:
+        return slice(self._chunk.first, self._chunk.stop)
+
+    def _seen(self, keys: slice) -> tuple[Tensor, Tensor]:
+        return self._keys[:, :, keys], self._values[:, :, keys]
+
+    def _lowest(self, rule: Scores) -> int:
+        """The first key of the row that the chunk's first query sees."""
+        return max(self._chunk.seen, self._chunk.first - rule.window + 1) if rule.window else self._chunk.seen
+
+    def _all_keys(self, rule: Scores) -> tuple[slice, Tensor]:
+        """The keys that the chunk's queries see, its own among them, and where documents end in them: the first one
+        begins before the chunk."""
+        lowest, key_ends = self._lowest(rule), self._boundaries.clone()
+        key_ends[1:] += self._chunk.first - lowest
+        return slice(lowest, self._chunk.stop), key_ends
+
+    def _past(self, rule: Scores, block_tokens: int) -> Iterator[tuple[slice, int]]:
         """The keys before the chunk in blocks, and how far the chunk's first query is ahead of each block's first
         key."""
-        chunk = self._chunk
+        chunk, lowest = self._chunk, self._lowest(rule)
         if rule.window:
             # Not in blocks, of which some query would see nothing.
-            lowest = max(chunk.seen, chunk.first - rule.window + 1)
             yield slice(lowest, chunk.first), chunk.first - lowest
             return
-        for start in range(chunk.seen, chunk.first, self._block_tokens):
-            yield slice(start, min(start + self._block_tokens, chunk.first)), chunk.first - start
+        for start in range(lowest, chunk.first, block_tokens):
+            yield slice(start, min(start + block_tokens, chunk.first)), chunk.first - start
 
 
 class _ChunkAttention(torch.autograd.Function):

@@ -38,7 +38,7 @@ CallsOf = Callable[[Tensor], list[LayerCall]]
 _TRIAL = f"{NAME}_trial"
 # Longer than the windows of small models, so that their borders are inside; windows of real ones are looked at far out.
 _DOCUMENTS = (13, 2, 9)
-_FAR = (0, 1, 2, 100, 1000, 4095, 4096, 8191, 8192, 100_003, (1 << 20) - 1)
+_FAR = (0, 1, 2, 100, 1000, 4095, 4096, 8191, 8192, 100_003, (1 << 20) - 1, (1 << 22) - 1)
 _TOLERANCE = 1e-5
 
 
@@ -183,7 +183,8 @@ class _LayerTrial:
             options = tree_map_only(Tensor, lambda tensor: real.get(id(tensor), tensor), options)
             self._compare(module, query, key, value, slot, options)
             used.add(slot)
-            keys.append(KeySizes(heads=key.shape[1], key=key.shape[-1], value=value.shape[-1]))
+            sizes = {"heads": key.shape[1], "key": key.shape[-1], "value": value.shape[-1]}
+            keys.append(KeySizes(**sizes, query_heads=query.shape[1]))
             return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
         with _registered(attention):
@@ -226,7 +227,7 @@ class _LayerTrial:
         borders = {0, 1, *((window - 1, window, window + 1) if window else ())}
         queries = torch.tensor(sorted({far + border for far in _FAR for border in borders}))
         # The keys at the distances of all borders, and the greatest powers of two, which chunks are made of.
-        distances = sorted({*borders, -1, *(1 << power for power in range(20)), *(3 << power for power in range(19))})
+        distances = sorted({*borders, -1, *(1 << power for power in range(22)), *(3 << power for power in range(21))})
         keys = queries[:, None] - torch.tensor(distances)
         exists = keys >= 0
         seen = self.alone[slot].sees(queries[:, None].expand_as(keys), keys.clamp(min=0))

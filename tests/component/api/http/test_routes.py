@@ -571,7 +571,7 @@ async def test_a_preview_in_full(ann: httpx.AsyncClient, world: Any) -> None:
         ("model=tiny&n=101", 422, "n"),
         ("model=tiny&offset=-1", 422, "offset"),
         ("model=tiny&train_on=user", 400, "one of assistant, last-assistant, all"),
-        ("model=tiny&sequence_length=7", 400, "8 to 1048576"),
+        ("model=tiny&sequence_length=7", 400, "8 to 4194304"),
     ],
 )
 async def test_a_preview_out_of_range_is_refused(ann: httpx.AsyncClient, query: str, code: int, words: str) -> None:
