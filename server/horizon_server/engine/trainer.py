@@ -111,7 +111,7 @@ class Trainer:
             num_slots=execution.num_weight_slots,
             residency=execution.residency,
             ranks=ranks,
-            paging=Paging.of(template, execution),
+            paging=Paging.of(template, execution.expert_page_elements),
         )
         self._sink = GradientSink(
             template,

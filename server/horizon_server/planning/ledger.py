@@ -184,7 +184,7 @@ def plan_memory(
     `longest_document` is not known, and may be as long as a row.
     """
     layout, device_kind = folder.layout, execution.device_kind
-    pages, residency = PagesPlan.of(layout, execution), execution.residency
+    pages, residency = PagesPlan.of(layout, execution.expert_page_elements), execution.residency
     model = pages.shape(folder.shape)
     longest = min(recipe.sequence_length, longest_document or recipe.sequence_length)
     # From here on those of one rank, which the device and the process are of.

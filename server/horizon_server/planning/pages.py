@@ -14,7 +14,7 @@ from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.records.execution import Execution
 from horizon_server.store.layout import StoreLayout, UnitLayout
 from horizon_server.store.model_files import text_config
-from horizon_server.store.pages import PagedUnit, paged_unit
+from horizon_server.store.pages import EXPERT_NAME, MOST_PAGE_ELEMENTS, PagedUnit, paged_unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class PagesPlan:
     units: Mapping[int, PagedUnit]
 
     @classmethod
-    def of(cls, layout: StoreLayout, execution: Execution) -> PagesPlan:
-        """What an execution means on a layout."""
-        most = execution.expert_page_elements
-        found = {unit.index: paged_unit(unit, most) for unit in layout.units if most and unit.kind == "layer"}
+    def of(cls, layout: StoreLayout, page_elements: int) -> PagesPlan:
+        """What pages of at most so many elements mean on a layout; 0 is whole layers."""
+        layers = [unit for unit in layout.units if page_elements and unit.kind == "layer"]
+        found = {unit.index: paged_unit(unit, page_elements) for unit in layers}
         return cls(units={index: paged for index, paged in found.items() if paged is not None})
 
     def num_elements(self, unit: UnitLayout) -> int:
@@ -68,17 +68,25 @@ def check_pages(folder: ModelFolder, execution: Execution) -> None:
     Raises:
         InvalidSpec: pages are asked for, and the model has no experts that can be.
     """
-    if execution.expert_page_elements and (why := why_not_paged(folder, execution)):
+    if execution.expert_page_elements and (why := why_not_paged(folder, execution.expert_page_elements)):
         raise InvalidSpec.of("memory.experts", f"memory.experts is paged, and {why}; or use memory.experts: whole")
 
 
-def why_not_paged(folder: ModelFolder, execution: Execution) -> str:
-    """Why a model's experts cannot be in the pages of an execution; empty where they can."""
+def why_not_paged(folder: ModelFolder, page_elements: int) -> str:
+    """Why a model's experts cannot be in pages of this size; empty where they can."""
     model_type = text_config(folder.config).get("model_type")
     if model_type in NEVER_PAGED:
         return f"the class of {model_type} models computes their experts in a way that cannot be divided"
-    if PagesPlan.of(folder.layout, execution).units:
+    if any(tensor.adapts and EXPERT_NAME.search(tensor.name) for _, tensor in folder.layout.tensors()):
+        return "adapters of its experts are trained, which need all experts at once"
+    if PagesPlan.of(folder.layout, page_elements).units:
         return ""
     if any(unit.packed_bytes for unit in folder.layout.units):
         return "the frozen weights are packed (train.lora.base), which a page cannot be; use train.lora.base: source"
     return "the model has no layers of experts"
+
+
+def pages_of_answers(folder: ModelFolder) -> int:
+    """The most elements of a page of experts where a model of this layout answers; 0 where its layers stay whole,
+    because it has no experts, or none that can be in pages."""
+    return 0 if why_not_paged(folder, MOST_PAGE_ELEMENTS) else MOST_PAGE_ELEMENTS

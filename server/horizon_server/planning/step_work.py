@@ -436,7 +436,7 @@ class _Counter:
     def _before_pages(self, num_tokens: int) -> _Again:
         """What an average layer computes once more in forward, and in the recompute, because its experts come in pages:
         all that comes before them, and a shared expert with it."""
-        layers, units = self._layer_units, PagesPlan.of(self.folder.layout, self.execution).units
+        layers, units = self._layer_units, PagesPlan.of(self.folder.layout, self.execution.expert_page_elements).units
         matrices = sum(
             tensor.num_elements
             for unit in layers

@@ -199,8 +199,6 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
         ({"gpus": 2}, "gpus"),
         ({"nodes": 2}, "nodes"),
         ({"train": {"lanes": 2}}, "train.lanes"),
-        ({"eval": {"generate": {}}, "eval_fraction": 0.5}, "eval.generate"),
-        ({"method": "session", "dataset": ""}, "memory.experts"),
     ],
 )
 def test_specs_of_what_needs_whole_layers_are_refused_by_field(changes: dict[str, Any], field: str) -> None:
