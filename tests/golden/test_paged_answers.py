@@ -104,7 +104,9 @@ def uploaded(generator: TokenGenerator, num_prompts: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 0.1), (16, 0.5)])
-def test_tokens_bring_up_the_experts_that_they_visit(num_tokens: int, most: float, engine: Engine, begin: Begin) -> None:
+def test_tokens_bring_up_the_experts_that_they_visit(
+    num_tokens: int, most: float, engine: Engine, begin: Begin
+) -> None:
     model = eager_model(engine, "qwen3_moe", num_experts=128, num_experts_per_tok=4)
     whole, paged = (uploaded(begin(model, elements), num_tokens) for elements in (0, ONE_EXPERT * 4))
     assert len(whole) == len(paged) == NUM_NEW

@@ -226,9 +226,9 @@ class Paging:
         for index, group in enumerate(template.layer_groups):
             unit = template.layout.units[index + 1]
             paged = paged_unit(unit, page_elements)
-            if unit.packed_bytes:
-                why = "its frozen weights are packed (train.lora.base)"
             if paged is None:
+                if unit.packed_bytes:
+                    why = "its experts cannot be cut out of packed weights (train.lora.base)"
                 continue
             layer = template.groups[group]
             try:

@@ -260,7 +260,7 @@ def plan_memory(
         # The piece of memory in which gradients are rounded before they leave.
         device["gradients"] += min(CAST_ELEMENTS, max(unit.trained_elements for unit in layout.units)) * _BF16
         # The buffer in which packed weights arrive.
-        device["weights"] += max(unit.packed_bytes for unit in layout.units)
+        device["weights"] += pages.packed_bytes(layout)
         device["workspace"] += cuda_working_bytes(layout, model, row_tokens, tokens_per_step, edge_tokens=edge_tokens)
         device["workspace"] += uncovered_bytes
         device["workspace"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)

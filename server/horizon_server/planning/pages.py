@@ -38,6 +38,11 @@ class PagesPlan:
         """The same of its gradient."""
         return self.units[unit.index].rest.trained_elements if unit.index in self.units else unit.trained_elements
 
+    def packed_bytes(self, layout: StoreLayout) -> int:
+        """The memory in which packed weights arrive."""
+        own = (self.units[u.index].packed_bytes if u.index in self.units else u.packed_bytes for u in layout.units)
+        return max(own, default=0)
+
     @property
     def page_elements(self) -> int:
         """Of the largest page."""
@@ -81,8 +86,11 @@ def why_not_paged(folder: ModelFolder, page_elements: int) -> str:
         return "adapters of its experts are trained, which need all experts at once"
     if PagesPlan.of(folder.layout, page_elements).units:
         return ""
-    if any(unit.packed_bytes for unit in folder.layout.units):
-        return "the frozen weights are packed (train.lora.base), which a page cannot be; use train.lora.base: source"
+    if any(tensor.packing == "nf4" and EXPERT_NAME.search(tensor.name) for _, tensor in folder.layout.tensors()):
+        return (
+            f"the experts of {model_type} models end within a block of 64 numbers that nf4 keeps together; use "
+            "train.lora.base: int8"
+        )
     return "the model has no layers of experts"
 
 

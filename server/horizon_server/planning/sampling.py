@@ -50,9 +50,7 @@ class SampleMemory:
         for other children, which need not wait until this one ends."""
         if self.total + self.kept > free_bytes // 2:
             return self
-        return dataclasses.replace(
-            self, private=self.private + self.kept, keeps_weights=True, expert_page_elements=0
-        )
+        return dataclasses.replace(self, private=self.private + self.kept, keeps_weights=True, expert_page_elements=0)
 
 
 def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> StoreLayout:

@@ -77,7 +77,7 @@ class TokenGenerator:
     What is kept of sequences is on the device where it fits beside the weights in flight, else in host memory: then
     each layer's part is copied to the device for its call and back, which changes the speed only. `residency` says
     which weights stay on the device. A pass computes at most `chunk_tokens` of prompts, where they are one row; 0 is
-    no limit. With `expert_page_elements`, experts come in pages of that size, as in training; of few tokens, those alone
+    no limit. With `expert_page_elements`, experts come in pages of that size, as in training; of few tokens, only those
     that some token of the pass visits. Thread: one driving thread.
     """
 
@@ -105,7 +105,8 @@ class TokenGenerator:
         """Whether the new tokens of all sequences are one row."""
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
-        device.adopt(store)
+        self._page_elements = expert_page_elements
+        device.adopt(store, page_elements=expert_page_elements)
         template.place_buffers(device.place)
         template.train(False)
         # It never updates anything; the stream asks it when a unit may be read.
@@ -332,7 +333,7 @@ class TokenGenerator:
     def _take_device(self) -> None:
         if not self._is_released:
             return
-        self._device.adopt(self._store)
+        self._device.adopt(self._store, page_elements=self._page_elements)
         self._stream.open()
         self._device.charge("activations", sum(self._charged.values()))
         self._move_caches(self._place)

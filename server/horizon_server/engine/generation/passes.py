@@ -73,7 +73,7 @@ class RowPass:
         work = partial(self._forward, layer, VisitNorms(self._template, layer), flat)
         if self._paged.has(layer):
             # What a first run up to the experts keeps, the second one keeps in the same places.
-            self._paged.enqueue(layer, [PagedRun(work, work, self._boundaries[-1].item())])
+            self._paged.enqueue(layer, [PagedRun(work, work, int(self._boundaries[-1]))])
         else:
             self._device.compute.submit(work, label=f"generate {layer + 1}")
 
