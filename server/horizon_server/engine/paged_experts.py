@@ -34,11 +34,9 @@ from horizon_server.engine.binding import Exact, Joined, Piece, Place
 from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
-from horizon_server.store.pages import PagedUnit, UnitPart, paged_unit
+from horizon_server.store.pages import PagedUnit, UnitPart, paged_unit, reaches_all
 
 _NAME = "horizon_pages"
-# Of visits for each expert: with fewer, more than one in fifty is expected to have none.
-_VISITS_THAT_REACH_ALL = 4
 Answer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """What is done instead of computing experts: takes tokens [T, D], their experts [T, K] and the weights of these."""
 
@@ -176,7 +174,7 @@ class PagedLayer:
 
     def is_likely_whole(self, num_tokens: int) -> bool:
         """Whether the tokens of a pass are so many that they are likely to visit all experts."""
-        return num_tokens * self.num_chosen >= _VISITS_THAT_REACH_ALL * self.unit.num_experts
+        return reaches_all(self.unit.num_experts, num_tokens * self.num_chosen)
 
     def is_visited(self, number: int, visited: set[int] | None) -> bool:
         """Whether a page has any of the experts that are visited; None is all of them."""

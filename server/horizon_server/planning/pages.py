@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.model_folder import ExpertShape, ModelFolder, ModelShape
 from horizon_server.records.execution import Execution
 from horizon_server.store.layout import StoreLayout, UnitLayout
 from horizon_server.store.model_files import text_config
-from horizon_server.store.pages import EXPERT_NAME, MOST_PAGE_ELEMENTS, PagedUnit, paged_unit
+from horizon_server.store.packed_pieces import copied_bytes, packed_pieces
+from horizon_server.store.pages import EXPERT_NAME, MOST_PAGE_ELEMENTS, PagedUnit, paged_unit, reaches_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,21 @@ class PagesPlan:
         own = (self.units[u.index].packed_bytes if u.index in self.units else u.packed_bytes for u in layout.units)
         return max(own, default=0)
 
+    def brought(self, unit: UnitLayout, element_bytes: int, share: float) -> PageTraffic:
+        """What each visit of a layer brings of its pages, where it brings this share of its experts."""
+        if unit.index not in self.units:
+            return PageTraffic()
+        spans = [(span.start, span.stop) for page in self.units[unit.index].pages for span in page.spans]
+        plain = sum(max(0, min(stop, unit.unpacked_elements) - start) for start, stop in spans)
+        packed = copied_bytes(packed_pieces(unit, spans))
+        unpacked = (sum(stop - start for start, stop in spans) - plain) * element_bytes
+        return PageTraffic(
+            all_bytes=plain * element_bytes + packed,
+            upload_bytes=share * (plain * element_bytes + packed),
+            all_unpack_bytes=packed + unpacked if packed else 0,
+            unpack_bytes=share * (packed + unpacked) if packed else 0,
+        )
+
     @property
     def page_elements(self) -> int:
         """Of the largest page."""
@@ -60,6 +76,25 @@ class PagesPlan:
         # Where all layers have experts, the inner size in the config is theirs.
         dense = 0 if len(self.units) == model.num_hidden_layers else model.intermediate_size
         return replace(model, intermediate_size=dense, experts=replace(model.experts, one_by_one=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageTraffic:
+    """Bytes of a layer's experts: all of them, and those that a visit brings; over the link, and of the device's memory
+    while packed ones are unpacked."""
+
+    all_bytes: float = 0.0
+    upload_bytes: float = 0.0
+    all_unpack_bytes: float = 0.0
+    unpack_bytes: float = 0.0
+
+
+def visited_share(experts: ExpertShape | None, num_tokens: int) -> float:
+    """The share of a layer's experts that a pass over so many tokens is expected to bring. It assumes even routing,
+    where a token is as likely to choose one expert as another. Where routing is uneven, fewer are visited."""
+    if experts is None or reaches_all(experts.num_experts, num_tokens * experts.num_experts_per_token):
+        return 1.0
+    return float(1 - (1 - experts.num_experts_per_token / experts.num_experts) ** num_tokens)
 
 
 NEVER_PAGED = frozenset({"afmoe", "axk1", "dbrx", "flex_olmo", "kolibri1", "llama4_text"})

@@ -25,6 +25,13 @@ EXPERT_NAME = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|m
 _NUMBERED = re.compile(r"\.experts\.(\d+)\.")
 MOST_PAGE_ELEMENTS = 1 << 28
 """Of a page, unless one expert is larger."""
+_VISITS_THAT_REACH_ALL = 4
+
+
+def reaches_all(num_experts: int, num_visits: int) -> bool:
+    """Whether tokens visit experts so often, together, that it is not asked which ones: of four visits for each expert,
+    less than one in fifty is expected to have none."""
+    return num_visits >= _VISITS_THAT_REACH_ALL * num_experts
 
 
 @dataclass(frozen=True, kw_only=True)
