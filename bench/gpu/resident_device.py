@@ -107,7 +107,7 @@ class ResidentDevice:
     def free_host(self, tensor: Tensor) -> None:
         """The caller drops it."""
 
-    def adopt(self, store: HostStore, states: Collection[int] = ()) -> None:
+    def adopt(self, store: HostStore, states: Collection[int] = (), *, page_elements: int = 0) -> None:
         """The weights were copied already."""
 
     def release_memory(self) -> None:

@@ -23,7 +23,7 @@ from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.planning.pages import NEVER_PAGED
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.execution import ActivationPlacement, Execution
+from horizon_server.records.execution import ActivationPlacement
 from horizon_server.spec import LoraSpec, TrainSpec
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import StoreLayout, with_trained
@@ -344,4 +344,4 @@ def test_models_that_cannot_be_paged_are_refused_and_say_why(config: PretrainedC
     # The plan refuses them by name; a dense model has no pages.
     assert config.model_type in NEVER_PAGED or paged_unit(template.layout.units[1]) is None
     with pytest.raises(InvalidModel, match=rf"memory.experts is paged, .*{why}.*; use memory.experts: whole"):
-        Paging.of(template, Execution(expert_page_elements=ONE_EXPERT))
+        Paging.of(template, ONE_EXPERT)

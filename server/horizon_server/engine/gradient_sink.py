@@ -67,7 +67,6 @@ class GradientSink:
         threads."""
         is_fit = num_lanes == 1 and ranks.is_alone and store.grad_dtype is torch.float32
         assert is_fit or not adds_up, "gradients add up on one device, in one lane, in a plane of fp32"
-        assert not (adds_up and paging.layers), "what adds up is of whole layers"
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._ranks, self._num_lanes, self._paging = ranks, num_lanes, paging
         units = template.layout.units
@@ -317,7 +316,6 @@ class GradientSink:
             return
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
         slot, landing, stays = self._open[unit_index], None, self._optimizer.states.holds(unit_index)
-        lands = self._landing is not None and (self._adds or self._store.grad_dtype is None)
         if rows_R is not None:
             gradient = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
             target = self._row_values[: gradient.numel()]
@@ -331,7 +329,7 @@ class GradientSink:
             gradient = slot.flat[start : start + unit.trained_elements]
             if stays:
                 target = self._optimizer.states.gradient(unit_index)
-            elif self._landing is not None and lands:
+            elif self._landing is not None and self._lands:
                 landing = self._landing.take(unit_index, device.d2h)
                 target = landing.flat[: unit.trained_elements]
             else:
@@ -382,9 +380,14 @@ class GradientSink:
         assert self._paged is not None, "open_page came first"
         self._paged.send(unit_index, number, self._target_of(unit_index))
 
+    @property
+    def _lands(self) -> bool:
+        """Whether gradients of this pass land in slots, and not where they stay."""
+        return self._adds or self._store.grad_dtype is None
+
     def _target_of(self, unit_index: int) -> Tensor:
         """Where the gradient of a paged layer lands, part by part."""
-        if self._landing is None:
+        if self._landing is None or not self._lands:
             return self._store.unit(unit_index, "grad")
         if unit_index not in self._landed:
             self._landed[unit_index] = self._landing.take(unit_index, self._device.d2h)
@@ -397,8 +400,12 @@ class GradientSink:
         paged.download(self._paging.layers[unit_index].unit.rest, slot.flat, target, unit_index)
         self._rings.release(slot, device.d2h)
         loss, square_sum, reached = self._sets[self._set, 0], self.square_sums[unit_index], self.reached
-        summed = paged.sum(target, square_sum, unit_index)
-        if self._landing is not None:
+        if self._adds:
+            # With the squares of the sum.
+            self._enqueue_sum(unit_index, target, None)
+        else:
+            summed = paged.sum(target, square_sum, unit_index)
+        if self._store.grad_dtype is None:
             self._optimizer.update_landed(
                 unit_index,
                 target,
@@ -406,6 +413,7 @@ class GradientSink:
                 self._until_now(lambda: math.isfinite(loss) and math.isfinite(square_sum)),
                 lambda: reached,
             )
+        if self._landing is not None and self._lands:
             self._landing.release(self._landed.pop(unit_index), self._optimizer.queue)
 
     def _elements_of(self, unit: UnitLayout) -> int:

@@ -34,8 +34,7 @@ from horizon_server.engine.binding import Exact, Joined, Piece, Place
 from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
-from horizon_server.records.execution import Execution
-from horizon_server.store.pages import PagedUnit, UnitPart, paged_unit
+from horizon_server.store.pages import PagedUnit, UnitPart, paged_unit, reaches_all
 
 _NAME = "horizon_pages"
 Answer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -173,6 +172,36 @@ class PagedLayer:
         """Whether any other parameter is."""
         return any(place.trained for place in self.rest_places)
 
+    def is_likely_whole(self, num_tokens: int) -> bool:
+        """Whether the tokens of a pass are so many that they are likely to visit all experts."""
+        return reaches_all(self.unit.num_experts, num_tokens * self.num_chosen)
+
+    def is_visited(self, number: int, visited: set[int] | None) -> bool:
+        """Whether a page has any of the experts that are visited; None is all of them."""
+        return visited is None or not visited.isdisjoint(self.unit.pages[number].experts)
+
+    def page_parameters(self, number: int, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters of a page's experts, by their names in the module of the experts."""
+        return {place.name: place.piece.read(flat) for place in self.page_places[number]}
+
+    def rows(self, number: int, routing: Routing) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each expert of a page that a micro-batch visits, counted from the page's first, with its tokens."""
+        for position, expert in enumerate(self.unit.pages[number].experts):
+            if (rows := routing.of_expert(expert)) is not None:
+                yield position, *rows
+
+    def add_page(
+        self, number: int, flat: Tensor, routing: Routing, hidden_TD: Tensor, weights_TK: Tensor, result_TD: Tensor
+    ) -> None:
+        """Add what the experts of a page put out for the tokens of a micro-batch."""
+        parameters = self.page_parameters(number, flat)
+        with torch.no_grad():
+            for expert, tokens_R, places_R in self.rows(number, routing):
+                own = {name: values[expert] for name, values in parameters.items()}
+                weights_R1 = weights_TK[tokens_R, places_R, None]
+                output_RD = expert_output(self.experts, own, hidden_TD[tokens_R], weights_R1)
+                result_TD.index_add_(0, tokens_R, output_RD.to(result_TD.dtype))
+
 
 class Paging:
     """Which layers of a template have their experts in pages, by the index of the unit."""
@@ -181,24 +210,23 @@ class Paging:
         self.layers = layers
 
     @classmethod
-    def of(cls, template: Template, execution: Execution) -> Paging:
-        """What an execution asks for; no pages where it asks for none.
+    def of(cls, template: Template, page_elements: int) -> Paging:
+        """Pages of at most this many elements; none for 0.
 
         Raises:
             InvalidModel: the model's layers cannot be computed so.
         """
-        if not execution.expert_page_elements:
+        if not page_elements:
             return NO_PAGES
-        assert execution.num_ranks == 1 and execution.lanes == 1, "experts in pages are for one device"
         layers: dict[int, PagedLayer] = {}
         num_chosen: dict[int, int] = {}
         why, cause = "it has no experts", None
         for index, group in enumerate(template.layer_groups):
             unit = template.layout.units[index + 1]
-            paged = paged_unit(unit, execution.expert_page_elements)
-            if unit.packed_bytes:
-                why = "its frozen weights are packed (train.lora.base)"
+            paged = paged_unit(unit, page_elements)
             if paged is None:
+                if unit.packed_bytes:
+                    why = "its experts cannot be cut out of packed weights (train.lora.base)"
                 continue
             layer = template.groups[group]
             try:
@@ -215,6 +243,21 @@ class Paging:
                 "use memory.experts: whole"
             ) from cause
         return cls(layers)
+
+    def places(self, template: Template, unit_index: int) -> list[Place]:
+        """Where the parameters of a unit are in its slot, but for those of experts that come in pages."""
+        layer = self.layers.get(unit_index)
+        return template.places[unit_index] if layer is None else layer.rest_places
+
+    @contextmanager
+    def without_experts(self, unit_index: int) -> Iterator[None]:
+        """Inside the block, experts that come in pages put out zeros."""
+        layer = self.layers.get(unit_index)
+        if layer is None:
+            yield
+            return
+        with visiting(layer.experts, lambda hidden_TD, *_: torch.zeros_like(hidden_TD)):
+            yield
 
     def rest(self, unit_index: int) -> UnitPart | None:
         """What a unit has besides pages; None where it has no pages."""

@@ -14,7 +14,7 @@ Source: MoE-Lightning (arXiv 2411.11217).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -42,8 +42,6 @@ from horizon_server.engine.template import Template, VisitNorms
 from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.recipe import Recipe
 
-# Of visits for each expert: with fewer, more than one in fifty is expected to have none.
-_VISITS_THAT_REACH_ALL = 4
 # Planes of the activations for experts: what goes into them, what comes out, or its gradient, and that of what goes in.
 _INPUTS, _RESULT, _INPUT_GRADIENT = range(3)
 
@@ -79,7 +77,7 @@ class PagedLayers:
             compute.submit(partial(visit.find_inputs, index), label=label)
         visited = self._visited(visit)
         for number in range(len(visit.paged.page_places)):
-            if not visit.is_visited(number, visited):
+            if not visit.paged.is_visited(number, visited):
                 continue
             with self._stream.page(layer + 1, number, visited) as page:
                 for index in range(len(visit.spans)):
@@ -103,7 +101,7 @@ class PagedLayers:
         visited = self._visited(visit)
         for number in reversed(range(len(visit.paged.page_places))):
             own = self._sink.open_page(layer + 1, number)
-            if visit.is_visited(number, visited):
+            if visit.paged.is_visited(number, visited):
                 with self._stream.page(layer + 1, number, visited) as page:
                     for index in range(len(visit.spans)):
                         work = partial(visit.differentiate_experts, number, index, page, own, wants_inputs=wants_rest)
@@ -133,8 +131,7 @@ class PagedLayers:
 
     def _visited(self, visit: _Visit) -> set[int] | None:
         """The experts that the step's tokens visit; None where they are likely to be all."""
-        num_visits = sum(span.stop - span.start for span in visit.spans) * visit.paged.num_chosen
-        if num_visits >= _VISITS_THAT_REACH_ALL * visit.paged.unit.num_experts:
+        if visit.paged.is_likely_whole(sum(span.stop - span.start for span in visit.spans)):
             return None
         self._device.compute.record().wait()
         # After a failure, some are not known; nothing is done with what is copied then.
@@ -167,10 +164,6 @@ class _Visit:
         self._weight_gradients: dict[int, Tensor] = {}
         self._charged_bytes = 0
 
-    def is_visited(self, number: int, visited: set[int] | None) -> bool:
-        """Whether a page has any of the experts that are visited."""
-        return visited is None or not visited.isdisjoint(self.paged.unit.pages[number].experts)
-
     def find_inputs(self, index: int) -> None:
         """Run a micro-batch up to the experts."""
 
@@ -187,13 +180,7 @@ class _Visit:
     def add_experts(self, number: int, index: int, page: Tensor) -> None:
         """Add what the experts of a page put out for a micro-batch."""
         hidden_TD, result_TD = self._plane(_INPUTS, index), self._plane(_RESULT, index)
-        parameters = self._page(number, page)
-        with torch.no_grad():
-            for expert, tokens_R, places_R in self._rows(number, index):
-                own = {name: values[expert] for name, values in parameters.items()}
-                weights_R1 = self._weights[index][tokens_R, places_R, None]
-                output_RD = expert_output(self.paged.experts, own, hidden_TD[tokens_R], weights_R1)
-                result_TD.index_add_(0, tokens_R, output_RD.to(result_TD.dtype))
+        self.paged.add_page(number, page, self.routings[index], hidden_TD, self._weights[index], result_TD)
 
     def finish(self, index: int) -> None:
         """Run a micro-batch through the layer, with the result of its experts."""
@@ -225,10 +212,11 @@ class _Visit:
     ) -> None:
         """Compute the experts of a page for a micro-batch again, and their backward. `gradient` is the page's."""
         hidden_TD, result_TD = self._plane(_INPUTS, index), self._plane(_RESULT, index)
-        input_gradient_TD, parameters = self._plane(_INPUT_GRADIENT, index), self._page(number, page)
+        input_gradient_TD = self._plane(_INPUT_GRADIENT, index)
+        parameters = self.paged.page_parameters(number, page)
         places = {place.name: place for place in self.paged.page_places[number]}
         # From the last to the first, as autograd adds up the gradients of what all of them read.
-        for expert, tokens_R, places_R in reversed(list(self._rows(number, index))):
+        for expert, tokens_R, places_R in reversed(list(self.paged.rows(number, self.routings[index]))):
             own = {name: values[expert].detach() for name, values in parameters.items()}
             for name, place in places.items():
                 own[name].requires_grad_(gradient is not None and place.trained)
@@ -296,15 +284,6 @@ class _Visit:
         num_bytes = sum(tensor.nbytes for tensor in kept)
         self._device.charge("workspace", num_bytes)
         self._charged_bytes += num_bytes
-
-    def _page(self, number: int, flat: Tensor) -> dict[str, Tensor]:
-        return {place.name: place.piece.read(flat) for place in self.paged.page_places[number]}
-
-    def _rows(self, number: int, index: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each expert of a page that a micro-batch visits, counted from the page's first, with its tokens."""
-        for position, expert in enumerate(self.paged.unit.pages[number].experts):
-            if (rows := self.routings[index].of_expert(expert)) is not None:
-                yield position, *rows
 
     def _input(self, index: int) -> Tensor:
         # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a

@@ -88,7 +88,8 @@ class Trainer:
         self.attention = adopt_for_hopper(template, recipe, execution, computes_on)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         self._with_states = [unit.index for unit in state_units(template.layout, execution.residency)]
-        device.adopt(store, self._with_states)
+        self._page_elements = execution.expert_page_elements
+        device.adopt(store, self._with_states, page_elements=self._page_elements)
         template.place_buffers(device.place)
         num_threads = execution.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
         is_table_trained = template.embeds_by_rows and template.table_place.has_gradient
@@ -111,7 +112,7 @@ class Trainer:
             num_slots=execution.num_weight_slots,
             residency=execution.residency,
             ranks=ranks,
-            paging=Paging.of(template, execution),
+            paging=Paging.of(template, self._page_elements),
         )
         self._sink = GradientSink(
             template,
@@ -489,7 +490,7 @@ class Trainer:
         """Have the memory that `release_device` has freed, and on its way what the next update takes from drives."""
         self._optimizer.read_ahead()
         if self._is_released:
-            self._device.adopt(self._store, self._with_states)
+            self._device.adopt(self._store, self._with_states, page_elements=self._page_elements)
             self._optimizer.states.open()
             self._stream.open()
             self._sink.open_slots()

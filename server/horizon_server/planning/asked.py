@@ -21,9 +21,14 @@ def with_spec(execution: Execution, spec: JobSpec) -> Execution:
         lanes=lanes_of(spec),
         grad_bytes=_grad_bytes(spec, execution.compute_dtype),
         adds_up=spec.is_session,
-        expert_page_elements=MOST_PAGE_ELEMENTS if spec.memory.experts == "paged" else 0,
+        expert_page_elements=page_elements_of(spec),
         chunk_tokens=spec.train.chunk_tokens or 0,
     )
+
+
+def page_elements_of(spec: JobSpec) -> int:
+    """The most elements of a page of experts, of training and of answers; 0 where layers are whole."""
+    return MOST_PAGE_ELEMENTS if spec.memory.experts == "paged" else 0
 
 
 def lanes_of(spec: JobSpec) -> int:

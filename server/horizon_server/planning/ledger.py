@@ -190,7 +190,7 @@ def plan_memory(
     `longest_document` is not known, and may be as long as a row.
     """
     layout, device_kind = folder.layout, execution.device_kind
-    pages, residency = PagesPlan.of(layout, execution), execution.residency
+    pages, residency = PagesPlan.of(layout, execution.expert_page_elements), execution.residency
     model = pages.shape(folder.shape)
     longest = min(recipe.sequence_length, longest_document or recipe.sequence_length)
     # From here on those of one rank, which the device and the process are of.
@@ -271,7 +271,7 @@ def plan_memory(
         # The piece of memory in which gradients are rounded before they leave.
         device["gradients"] += min(CAST_ELEMENTS, max(unit.trained_elements for unit in layout.units)) * _BF16
         # The buffer in which packed weights arrive.
-        device["weights"] += max(unit.packed_bytes for unit in layout.units)
+        device["weights"] += pages.packed_bytes(layout)
         device["workspace"] += cuda_working_bytes(layout, model, row_tokens, tokens_per_step, edge_tokens=edge_tokens)
         device["workspace"] += uncovered_bytes + past_block_bytes
         device["workspace"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)

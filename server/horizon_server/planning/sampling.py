@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.pages import PagesPlan
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.records.plan import Ledger
@@ -30,12 +31,14 @@ _HEAP_BYTES = 3 * 2**30
 @dataclass(frozen=True, kw_only=True)
 class SampleMemory:
     """`planes` hold the weights, in memory files; `private` is what the child may have besides. Where there is room,
-    layers and head stay in fp32 instead of being converted in each pass, which takes `kept` more."""
+    layers and head stay in fp32 instead of being converted in each pass, which takes `kept` more. Until then, experts
+    come in pages of `expert_page_elements`, where that is not 0."""
 
     planes: int
     private: int
     kept: int
     keeps_weights: bool = False
+    expert_page_elements: int = 0
 
     @property
     def total(self) -> int:
@@ -47,7 +50,7 @@ class SampleMemory:
         for other children, which need not wait until this one ends."""
         if self.total + self.kept > free_bytes // 2:
             return self
-        return dataclasses.replace(self, private=self.private + self.kept, keeps_weights=True)
+        return dataclasses.replace(self, private=self.private + self.kept, keeps_weights=True, expert_page_elements=0)
 
 
 def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> StoreLayout:
@@ -89,17 +92,22 @@ def evaluated_folder(folder: Path, train: TrainSpec) -> ModelFolder:
     return dataclasses.replace(found, layout=layout)
 
 
-def sample_memory(layout: StoreLayout) -> SampleMemory:
-    """What a child that answers from weights of this layout takes at most."""
+def sample_memory(layout: StoreLayout, *, expert_page_elements: int = 0) -> SampleMemory:
+    """What a child that answers from weights of this layout takes at most, with experts in pages of at most so many
+    elements; 0 is whole layers."""
     embedding, *layers, head = (unit.num_elements for unit in layout.units)
     head += embedding if layout.tied else 0
     edge = max(embedding, head)
-    slots = NUM_SLOTS * max(layers, default=0) + edge
+    pages = PagesPlan.of(layout, expert_page_elements)
+    passing = max((pages.num_elements(unit) for unit in layout.units if unit.kind == "layer"), default=0)
+    slots = NUM_SLOTS * (passing + pages.page_elements) + edge
     planes = sum(plane_sizes(layout, grad_dtype_bytes=0).values())
     return SampleMemory(
         planes=planes,
         private=slots * _FP32 + CACHE_BYTES + _HEAP_BYTES,
-        kept=(sum(layers) + head) * _FP32,
+        # What stays takes the place of what passes through.
+        kept=(sum(layers) + head + NUM_SLOTS * (max(layers, default=0) - passing - pages.page_elements)) * _FP32,
+        expert_page_elements=expert_page_elements,
     )
 
 

@@ -251,9 +251,12 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
             Visit(
                 unit=index,
                 ring="layer",
-                upload_s=((0 if unit.resident or index in reused else unit.upload_bytes) + unit.offload_bytes) / up
+                upload_s=(
+                    (unit.page_bytes if unit.resident or index in reused else unit.upload_bytes) + unit.offload_bytes
+                )
+                / up
                 + (0 if unit.resident or index in reused else unit.peer_up_bytes) / gather
-                + (0 if index in reused else unit.unpack_bytes) / unpacking,
+                + (unit.page_unpack_bytes if index in reused else unit.unpack_bytes) / unpacking,
                 compute_s=kept_s if index >= first_kept else backward_s,
                 download_s=unit.download_bytes / down + unit.peer_down_bytes / exchange,
                 gradient=True,

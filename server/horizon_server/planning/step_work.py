@@ -19,7 +19,7 @@ from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.ledger import attention_output_bytes, chunked_row_tokens
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.planning.pages import PagesPlan
+from horizon_server.planning.pages import PagesPlan, visited_share
 from horizon_server.planning.residency import packed_units, resident_units, skips_projection, state_units
 from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
@@ -143,6 +143,10 @@ class UnitTraffic:
     """Whose states are compressed."""
     compressed_bytes: float = 0.0
     """Of `update_bytes`, theirs."""
+    page_bytes: float = 0.0
+    """Of what goes up, pages of experts, which backward never finds in a slot of forward."""
+    page_unpack_bytes: float = 0.0
+    """Their part of `unpack_bytes`."""
     peer_up_bytes: float = 0.0
     """What a rank gets of the weights from the others."""
     peer_down_bytes: float = 0.0
@@ -463,7 +467,7 @@ class _Counter:
     def _before_pages(self, num_tokens: int) -> _Again:
         """What an average layer computes once more in forward, and in the recompute, because its experts come in pages:
         all that comes before them, and a shared expert with it."""
-        layers, units = self._layer_units, PagesPlan.of(self.folder.layout, self.execution).units
+        layers, units = self._layer_units, PagesPlan.of(self.folder.layout, self.execution.expert_page_elements).units
         matrices = sum(
             tensor.num_elements
             for unit in layers
@@ -537,20 +541,20 @@ class _Counter:
         keys = outputs = 0
         if self._is_chunked:
             keys = sum(self.lengths) * self.folder.shape.key_value_elements * self.element
-<<<<<<< HEAD
-        traffic = [
-=======
             outputs = attention_output_bytes(self.folder.shape, sum(self.lengths), self.element)
         attended = {unit.index for unit in units[len(units) - self.attention_layers :]}
-        return tuple(
->>>>>>> chunks2
+        pages = PagesPlan.of(layout, self.execution.expert_page_elements)
+        share = visited_share(self.folder.shape.experts, sum(self.lengths))
+        brought = {unit.index: pages.brought(unit, self.element, share) for unit in units}
+        traffic = [
             UnitTraffic(
                 upload_bytes=0
                 if unit.index in on_device
                 else unit.trained_elements * self.element * self._upload_share
                 if unit.index in resident
                 else unit.unpacked_elements * self.element * self._upload_share
-                + (0 if unit.index in packed else unit.packed_bytes),
+                + (0 if unit.index in packed else unit.packed_bytes)
+                - (brought[unit.index].all_bytes - brought[unit.index].upload_bytes),
                 download_bytes=0
                 if unit.index in on_device
                 else unit.trained_elements * self.grad_bytes * self._download_share,
@@ -560,8 +564,13 @@ class _Counter:
                 offload_bytes=keys
                 + (offload if unit is not units[-1] else 0)
                 + (outputs if unit.index in attended else 0),
-                unpack_bytes=0 if unit.index in resident else self._unpack_bytes(unit),
+                unpack_bytes=0
+                if unit.index in resident
+                else self._unpack_bytes(unit)
+                - (brought[unit.index].all_unpack_bytes - brought[unit.index].unpack_bytes),
                 resident=unit.index in resident,
+                page_bytes=brought[unit.index].upload_bytes,
+                page_unpack_bytes=brought[unit.index].unpack_bytes,
                 peer_up_bytes=self._peers_up(
                     (unit.trained_elements if unit.index in resident else unit.unpacked_elements) * self.element
                 ),

@@ -113,7 +113,8 @@ class SampleModel:
     generation_config.json says where answers end: that of the checkpoint, or where it is None, `folder`.
 
     The answers that are computed together are at most `num_sequences`, and their keys and values take at most
-    `cache_bytes`. With `keeps_weights`, layers and head stay in fp32 from pass to pass.
+    `cache_bytes`. With `keeps_weights`, layers and head stay in fp32 from pass to pass; else experts come in pages of
+    at most `expert_page_elements`, where that is not 0.
     """
 
     folder: Path
@@ -121,6 +122,7 @@ class SampleModel:
     cache_bytes: int
     num_sequences: int = MAX_ANSWERS
     keeps_weights: bool = False
+    expert_page_elements: int = 0
     adapter: SampleAdapter | None = None
     answers: Path | None = None
 

@@ -17,6 +17,7 @@ from horizon_server.errors import NotFound, WorkerFailed
 from horizon_server.events import SampledPrompt, SampledText, WorkerLine
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.pages import pages_of_answers
 from horizon_server.planning.sampling import (
     CACHE_BYTES,
     SampleMemory,
@@ -198,10 +199,12 @@ def _answers_folder(checkpoint: Path, model: Path) -> Path:
 
 
 def _memory(folder: Path, adapter: SampleAdapter | None) -> SampleMemory:
+    model = open_model_folder(folder)
     if adapter is not None and adapter.spec is not None:
-        return sample_memory(trained_layout(folder, adapter.spec.train))
-    found = None if adapter is None else read_adapter_folder(adapter.folder)
-    return sample_memory(sample_layout(open_model_folder(folder), found))
+        layout = trained_layout(folder, adapter.spec.train)
+    else:
+        layout = sample_layout(model, None if adapter is None else read_adapter_folder(adapter.folder))
+    return sample_memory(layout, expert_page_elements=pages_of_answers(replace(model, layout=layout)))
 
 
 def _figures(answer: Any) -> SampleFigures:

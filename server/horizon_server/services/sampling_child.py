@@ -192,7 +192,7 @@ class SamplingChild:
                 WorkerCrashed: InvalidModel("answering with this checkpoint crashes; is its chat template right?"),
             },
         )
-        model = replace(model, keeps_weights=memory.keeps_weights)
+        model = replace(model, keeps_weights=memory.keeps_weights, expert_page_elements=memory.expert_page_elements)
         return SharedChild(await task.start(to_plain(model)), limit_s=self._limit_s)
 
     async def _watch(self, loaded: _Loaded) -> None:

@@ -298,12 +298,6 @@ class JobSpec(Section):
             raise WrongField(
                 "train.lanes", f"is {self.train.lanes}, and memory.experts: paged is for one lane; leave it out"
             )
-        if self.eval.generate is not None:
-            raise WrongField(
-                "eval.generate", "answers with whole layers, and memory.experts is paged; leave one of the two out"
-            )
-        if self.is_session:
-            raise WrongField("memory.experts", "is paged, and a session samples with whole layers; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -61,7 +61,7 @@ NF4_BLOCK, BLOCKS_PER_GROUP = 64, 256
 PACKED_PIECE_ELEMENTS = 1 << 22
 """Of a tensor, packed or unpacked at once: a multiple of a group's."""
 # Packed codes and scales begin at multiples of this.
-_PACKED_ALIGN_BYTES = 64
+PACKED_ALIGN_BYTES = 64
 # What weight decay applies to: what the Hugging Face Trainer decays; the matrices of layers and head; every parameter.
 DecayRule = Literal["trainer", "matrices", "all"]
 
@@ -187,7 +187,7 @@ class UnitLayout:
         def taken(num_bytes: int) -> slice:
             nonlocal end
             found = slice(end, end + num_bytes)
-            end += -(-num_bytes // _PACKED_ALIGN_BYTES) * _PACKED_ALIGN_BYTES
+            end += -(-num_bytes // PACKED_ALIGN_BYTES) * PACKED_ALIGN_BYTES
             return found
 
         for tensor in self.tensors:

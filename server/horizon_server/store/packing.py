@@ -86,9 +86,9 @@ def pack(values_N: Tensor, place: TensorLayout, block: Tensor, part: PackedPart,
             _pack_nf4(piece, codes[in_bytes], scales[blocks], group_scales)
 
 
-def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) -> None:
-    """Write a packed tensor's values. Shapes: `block` is the unit's, uint8; `out_N` is flat, on the same device, fp32
-    or bf16.
+def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor, *, first_block: int = 0) -> None:
+    """Write the values of a packed tensor, or of a piece of it. Shapes: `block` has the part's bytes, uint8; `out_N` is
+    flat, on the same device, fp32 or bf16. Of nf4, `first_block` counts from the first block of its group.
 
     In bf16 they are the fp32 values, rounded. CUDA: launches on the current stream and does not wait.
     """
@@ -101,7 +101,8 @@ def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) 
             packing_triton.unpack_int8(codes_RW, scales.view(torch.bfloat16), out_N)
         else:
             group_scales = block[part.group_scales].view(torch.float32)
-            packing_triton.unpack_nf4(codes, scales, group_scales, _levels_on(block.device), out_N)
+            levels = _levels_on(block.device)
+            packing_triton.unpack_nf4(codes, scales, group_scales, levels, out_N, first_block=first_block)
         return
     if place.packing == "int8":
         # A code has 7 bits and a scale 8: fp32 holds the product exactly.
@@ -116,7 +117,8 @@ def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) 
     # Both weights of a byte at once.
     levels = _levels_on(block.device)
     pairs_256x2 = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
-    scales_B = group_scales.repeat_interleave(BLOCKS_PER_GROUP)[: len(scales)] * (scales.float() / 255)
+    of_groups = group_scales.repeat_interleave(BLOCKS_PER_GROUP)[first_block : first_block + len(scales)]
+    scales_B = of_groups * (scales.float() / 255)
     for start in range(0, len(out_N), PACKED_PIECE_ELEMENTS):
         out = out_N[start : start + PACKED_PIECE_ELEMENTS]
         in_bytes = codes[start // 2 : start // 2 + -(-len(out) // 2)]

@@ -15,10 +15,10 @@ _TILE = 2048
 _NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["num_bytes", "num_elements"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_bytes", "num_elements", "first_block"])  # type: ignore[untyped-decorator]
 def _unpack_nf4(  # type: ignore[no-untyped-def]
-    codes, scales, group_scales, levels, out, num_bytes, num_elements, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr,
+    codes, scales, group_scales, levels, out, num_bytes, num_elements, first_block, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # 64 bits, because a table may have more than 2^31 elements.
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -26,7 +26,7 @@ def _unpack_nf4(  # type: ignore[no-untyped-def]
     both = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
     block = 2 * at // BLOCK
     share = tl.div_rn(tl.load(scales + block, mask=inside, other=0).to(tl.float32), 255.0)
-    scale = tl.load(group_scales + block // GROUP, mask=inside, other=0.0) * share
+    scale = tl.load(group_scales + (first_block + block) // GROUP, mask=inside, other=0.0) * share
     first = tl.load(levels + (both >> 4)) * scale
     second = tl.load(levels + (both & 15)) * scale
     start = 2 * tl.program_id(0).to(tl.int64) * TILE
@@ -45,12 +45,15 @@ def _unpack_int8(  # type: ignore[no-untyped-def]
     tl.store(out + at, (code * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def unpack_nf4(codes: Tensor, scales_B: Tensor, group_scales_G: Tensor, levels: Tensor, out_N: Tensor) -> None:
-    """Write values of 4 bits. CUDA: launches on the current stream."""
+def unpack_nf4(
+    codes: Tensor, scales_B: Tensor, group_scales_G: Tensor, levels: Tensor, out_N: Tensor, *, first_block: int = 0
+) -> None:
+    """Write values of 4 bits, of which the first block is that one of its group. CUDA: launches on the current
+    stream."""
     grid = (triton.cdiv(codes.numel(), _TILE),)
     _unpack_nf4[grid](
-        codes, scales_B, group_scales_G, levels, out_N, codes.numel(), out_N.numel(), BLOCK=NF4_BLOCK,
-        GROUP=BLOCKS_PER_GROUP, TILE=_TILE, num_warps=_NUM_WARPS,
+        codes, scales_B, group_scales_G, levels, out_N, codes.numel(), out_N.numel(), first_block,
+        BLOCK=NF4_BLOCK, GROUP=BLOCKS_PER_GROUP, TILE=_TILE, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from horizon_server.store.layout import TENSOR_ALIGN_ELEMENTS, TensorLayout, UnitLayout
+from horizon_server.store.packed_pieces import arrived_bytes, can_be_cut, packed_pieces
 
 EXPERT_NAME = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|mlp)\.(?:input|output)_linear\.")
 """In names of tensors of one of many networks of a mixture. The network that all tokens visit has a name of its own
@@ -24,6 +25,13 @@ EXPERT_NAME = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|m
 _NUMBERED = re.compile(r"\.experts\.(\d+)\.")
 MOST_PAGE_ELEMENTS = 1 << 28
 """Of a page, unless one expert is larger."""
+_VISITS_THAT_REACH_ALL = 4
+
+
+def reaches_all(num_experts: int, num_visits: int) -> bool:
+    """Whether tokens visit experts so often, together, that it is not asked which ones: of four visits for each expert,
+    less than one in fifty is expected to have none."""
+    return num_visits >= _VISITS_THAT_REACH_ALL * num_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +83,24 @@ class UnitPart:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedUnit:
-    """A layer's unit, divided. `names` are the tensors of its experts."""
+    """A layer's unit, divided. `names` are the tensors of its experts. `packed_bytes` is the most memory that packed
+    weights of a part take when they arrive."""
 
     rest: UnitPart
     pages: tuple[UnitPart, ...]
     names: frozenset[str]
     num_experts: int
+    packed_bytes: int = 0
 
 
 def paged_unit(unit: UnitLayout, most_page_elements: int = MOST_PAGE_ELEMENTS) -> PagedUnit | None:
     """A unit with its experts in pages of about equal size; None where it has none, or not all of one number, or where
-    they are packed."""
+    they are packed and one ends within a block of it."""
     tensors = [tensor for tensor in unit.tensors if EXPERT_NAME.search(tensor.name) and not tensor.adapts]
     owned: list[tuple[int, int, int]] = []
     counts: set[int] = set()
     highest = -1
     for tensor in tensors:
-        if tensor.packing != "none":
-            return None
         if number := _NUMBERED.search(tensor.name):
             highest = max(highest, int(number[1]))
             owned.append((tensor.offset, _padded_end(tensor), int(number[1])))
@@ -101,6 +109,8 @@ def paged_unit(unit: UnitLayout, most_page_elements: int = MOST_PAGE_ELEMENTS) -
             return None
         counts.add(tensor.shape[0])
         size = tensor.num_elements // tensor.shape[0]
+        if not can_be_cut(tensor, size):
+            return None
         owned += [(tensor.offset + e * size, tensor.offset + (e + 1) * size, e) for e in range(tensor.shape[0])]
         owned[-1] = (owned[-1][0], _padded_end(tensor), tensor.shape[0] - 1)
     if highest >= 0:
@@ -122,7 +132,13 @@ def paged_unit(unit: UnitLayout, most_page_elements: int = MOST_PAGE_ELEMENTS) -
         for first in range(0, num_experts, per_page)
     )
     rest = _part(unit, list(_between(unit, owned)), range(0))
-    return PagedUnit(rest=rest, pages=pages, names=frozenset(t.name for t in tensors), num_experts=num_experts)
+    packed_bytes = max(_packed_bytes(unit, part) for part in (rest, *pages)) if unit.packed_bytes else 0
+    names = frozenset(tensor.name for tensor in tensors)
+    return PagedUnit(rest=rest, pages=pages, names=names, num_experts=num_experts, packed_bytes=packed_bytes)
+
+
+def _packed_bytes(unit: UnitLayout, part: UnitPart) -> int:
+    return arrived_bytes(packed_pieces(unit, [(span.start, span.stop) for span in part.spans]))
 
 
 def _padded_end(tensor: TensorLayout) -> int:

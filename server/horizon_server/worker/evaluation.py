@@ -22,6 +22,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.events import EvalAnswer, EvalDone
 from horizon_server.expressions import final_answer
 from horizon_server.figures import EvalFigures, EvalSetFigures, total_evaluation
+from horizon_server.planning.asked import page_elements_of
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.sampling import cache_limit_bytes
 from horizon_server.records.job import StopRequest
@@ -200,6 +201,7 @@ class _Answers:
             lambda own: Template.from_folder(folder.path, layout=folder.layout, recipe=recipe, own_attention=own)
         )
         self._cache_bytes, self._chunk_tokens = cache_limit_bytes(spec, folder), spec.train.chunk_tokens or 0
+        self._page_elements = page_elements_of(spec)
         codec = TextCodec.from_folder(folder.path)
         self._decode = codec.tokenizer.decode
         stops = stop_tokens(folder.path, codec) | frozenset(answer_ends)
@@ -232,7 +234,13 @@ class _Answers:
         """The answer to every prompt, greedy. `before_token` is called between two tokens of the batch, and may
         raise."""
         if self._generator is None:
-            self._generator = TokenGenerator(self._template, self._store, self._device, chunk_tokens=self._chunk_tokens)
+            self._generator = TokenGenerator(
+                self._template,
+                self._store,
+                self._device,
+                chunk_tokens=self._chunk_tokens,
+                expert_page_elements=self._page_elements,
+            )
         tokens: list[list[int]] = [[] for _ in self._prompts]
         ended = [""] * len(self._prompts)
         for batch in self._batches(self._generator):

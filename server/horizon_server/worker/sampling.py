@@ -276,7 +276,13 @@ def _generator(model: SampleModel) -> TokenGenerator:
     template, store = _loaded(model)
     everything = Residency(resident_layers=template.num_layers, resident_head=True)
     residency = everything if model.keeps_weights else NOTHING_STAYS
-    return TokenGenerator(template, store, HostDevice(num_threads=model.num_threads), residency=residency)
+    return TokenGenerator(
+        template,
+        store,
+        HostDevice(num_threads=model.num_threads),
+        residency=residency,
+        expert_page_elements=model.expert_page_elements,
+    )
 
 
 def _loaded(model: SampleModel) -> tuple[Template, HostStore]:

@@ -165,7 +165,8 @@ class Session:
         """Have the device for the first time, and make the trainer on it. False: an order or the deadline came
         first."""
         set_up = self._set_up
-        set_up.device.adopt(set_up.store)
+        page_elements = self._request.plan.execution.expert_page_elements
+        set_up.device.adopt(set_up.store, page_elements=page_elements)
         set_up.device.release_memory()
         compiled = compiled_layers(
             self._request,

@@ -26,7 +26,11 @@ class SessionSampler:
         self._codec = TextCodec.from_folder(folder.path)
         self._stops = stop_tokens(folder.path, self._codec)
         self._generator = TokenGenerator(
-            template, set_up.store, set_up.device, chunk_tokens=request.plan.execution.chunk_tokens
+            template,
+            set_up.store,
+            set_up.device,
+            chunk_tokens=request.plan.execution.chunk_tokens,
+            expert_page_elements=request.plan.execution.expert_page_elements,
         )
 
     def answer(self, call: Sample) -> Sampled:

@@ -236,7 +236,8 @@ class Training:
         request, store, device = self._request, self._store, self._device
         # All that takes long comes before the first turn: the model is loaded, its layers are compiled in a process of
         # their own, and what the device copies from is registered with it.
-        device.adopt(store, [unit.index for unit in state_units(store.layout, self._execution.residency)])
+        states = [unit.index for unit in state_units(store.layout, self._execution.residency)]
+        device.adopt(store, states, page_elements=self._execution.expert_page_elements)
         device.release_memory()
         self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
         self._data_identity = self._data.identity(self._plan, self._set_up.template.packing_limit)

@@ -167,9 +167,26 @@ def test_nothing_of_a_paged_layer_stays_on_the_device(giant: Path) -> None:
     assert (residency.resident_layers, residency.packed_layers) == (0, 0)
 
 
-def test_packed_weights_cannot_be_in_pages(giant: Path) -> None:
-    with pytest.raises(InvalidSpec, match=r"are packed \(train.lora.base\)") as refused:
-        planned(giant, experts="paged", trainable=["lora"], lora={"targets": ["q_proj"], "base": "int8"})
+@pytest.mark.parametrize(("base", "most"), [("int8", 0.5), ("nf4", 0.5)])
+def test_packed_weights_arrive_page_by_page(giant: Path, base: str, most: float) -> None:
+    lora: dict[str, Any] = {"trainable": ["lora"], "lora": {"targets": ["q_proj"], "base": base}}
+    whole, paged = planned(giant, **lora), planned(giant, experts="paged", **lora)
+    assert paged.device_bytes["weights"] < most * whole.device_bytes["weights"]
+    assert paged.plane_bytes == whole.plane_bytes
+
+
+def test_experts_that_end_within_a_block_of_nf4_are_refused(giant: Path, tmp_path: Path) -> None:
+    shapes = {"model.embed_tokens.weight": (8, 32), "model.norm.weight": (32,), "lm_head.weight": (8, 32)}
+    shapes |= {"model.layers.0.self_attn.q_proj.weight": (32, 32)}
+    # Biases of 3 * 16 numbers for each expert.
+    shapes |= {"model.layers.0.mlp.experts.gate_up_proj_bias": (4, 48)}
+    config = json.loads((giant / "config.json").read_text())
+    changed = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 8, "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+    write_outline(tmp_path / "model.safetensors", [(name, "BF16", shape) for name, shape in shapes.items()])
+    lora = {"targets": ["q_proj"], "base": "nf4"}
+    with pytest.raises(InvalidSpec, match=r"gpt_oss models end within a block of 64 .*base: int8") as refused:
+        planned(tmp_path, experts="paged", trainable=["lora"], lora=lora)
     assert [violation.field for violation in refused.value.violations] == ["memory.experts"]
 
 
@@ -199,8 +216,6 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
         ({"gpus": 2}, "gpus"),
         ({"nodes": 2}, "nodes"),
         ({"train": {"lanes": 2}}, "train.lanes"),
-        ({"eval": {"generate": {}}, "eval_fraction": 0.5}, "eval.generate"),
-        ({"method": "session", "dataset": ""}, "memory.experts"),
     ],
 )
 def test_specs_of_what_needs_whole_layers_are_refused_by_field(changes: dict[str, Any], field: str) -> None:

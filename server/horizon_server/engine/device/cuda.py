@@ -25,14 +25,17 @@ from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
 from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffers, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, HostComponent, Queue, Work
 from horizon_server.engine.device.queued_device import QueuedDevice, Switches
+from horizon_server.engine.device.span_copies import SpanCopies
 from horizon_server.engine.square_sums import square_blocks
 from horizon_server.figures import DeviceFigures
 from horizon_server.planning.ledger import CAST_ELEMENTS
+from horizon_server.planning.pages import PagesPlan
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.adamw import STATE_PLANES
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
+from horizon_server.store.packing import unpack
 from horizon_server.store.pages import Span
 
 _COPY_THREADS = 4
@@ -106,7 +109,7 @@ class CudaDevice(QueuedDevice):
     def refusals(self) -> list[str]:
         return list(self._pinned.refusals)
 
-    def adopt(self, store: HostStore, states: Collection[int] = ()) -> None:
+    def adopt(self, store: HostStore, states: Collection[int] = (), *, page_elements: int = 0) -> None:
         """The planes that cross the link are registered with the driver, unit by unit."""
         units = store.layout.units
         most_packed = max(unit.packed_bytes for unit in units)
@@ -130,7 +133,8 @@ class CudaDevice(QueuedDevice):
                 self.free(self._cast)
             self._cast = self.allocate("gradients", wanted, self.gradient_dtype)
         if self._packed is None and most_packed:
-            self._packed = self.allocate("weights", most_packed, torch.uint8)
+            arrive_bytes = PagesPlan.of(store.layout, page_elements).packed_bytes(store.layout)
+            self._packed = self.allocate("weights", arrive_bytes, torch.uint8)
 
     def release_memory(self) -> None:
         """Also what torch's allocator has cached, which no other process could use."""
@@ -207,10 +211,22 @@ class CudaDevice(QueuedDevice):
             self.h2d.submit(partial(store.unpack, index, packed, out), label=f"unpacking of unit {index}")
 
     def upload_spans(self, store: HostStore, index: int, spans: Sequence[Span], out: Tensor) -> None:
-        """2 bytes a parameter, no cast."""
-        for span in spans:
-            target = out[span.local : span.local + span.stop - span.start]
-            self._upload(store.unit(index, "hi")[span.start : span.stop], target, label=f"part of unit {index}")
+        """2 bytes a parameter, no cast; packed pieces become bf16 on the device, as `upload_unit` says."""
+        label, copies = f"part of unit {index}", SpanCopies.of(store.layout.units[index], spans, out)
+        for part, target in copies.plain:
+            self._upload(store.unit(index, "hi")[part], target, label=label)
+        arrived = self._packed
+        for piece in copies.pieces:
+            assert arrived is not None, "adopt comes first"
+            block = store.unit(index, "packed")
+            for name in ("codes", "scales", "group_scales"):
+                source, target = block[getattr(piece.source, name)], arrived[getattr(piece.arrived, name)]
+                if len(source):
+                    self._upload(source, target, label=f"packed {label}")
+        for piece, target in zip(copies.pieces, copies.unpacked, strict=True):
+            assert arrived is not None, "adopt comes first"
+            work = partial(unpack, piece.place, arrived, piece.arrived, target, first_block=piece.first_block)
+            self.h2d.submit(work, label=f"unpacking of {label}")
 
     def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
         self._upload(store.unit(index, "packed"), out, label=f"packed weights of unit {index}")

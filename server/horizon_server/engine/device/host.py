@@ -18,11 +18,14 @@ from torch import Tensor
 from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.protocol import Queue, Work
 from horizon_server.engine.device.queued_device import HostQueue, QueuedDevice, Switches
+from horizon_server.engine.device.span_copies import SpanCopies
 from horizon_server.engine.device.timeline import HOPS
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.adamw import square_blocks, sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.packed_pieces import copied_bytes
+from horizon_server.store.packing import unpack
 from horizon_server.store.pages import Span
 
 _GATHER_ROWS = 4096
@@ -69,7 +72,7 @@ class HostDevice(QueuedDevice):
     def generator(self) -> torch.Generator:
         return torch.default_generator
 
-    def adopt(self, store: HostStore, states: Collection[int] = ()) -> None:
+    def adopt(self, store: HostStore, states: Collection[int] = (), *, page_elements: int = 0) -> None:
         """Nothing to prepare: it copies from any memory."""
 
     @contextmanager
@@ -140,18 +143,21 @@ class HostDevice(QueuedDevice):
         self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
 
     def upload_spans(self, store: HostStore, index: int, spans: Sequence[Span], out: Tensor) -> None:
-        """4 bytes a parameter in fp32 and 2 in bf16, as a unit."""
-        targets = [out[span.local : span.local + span.stop - span.start] for span in spans]
-        num_bytes = sum(target.nbytes for target in targets)
+        """4 bytes a parameter in fp32 and 2 in bf16, and packed ones as they are, as a unit."""
+        copies = SpanCopies.of(store.layout.units[index], spans, out)
+        num_bytes = copied_bytes(copies.pieces) + sum(target.nbytes for _, target in copies.plain)
 
         def copy() -> None:
             with self._link("h2d", num_bytes):
-                for span, target in zip(spans, targets, strict=True):
-                    part = slice(span.start, span.stop)
+                for part, target in copies.plain:
                     if out.dtype is torch.float32:
                         store.merge_part(index, part, target)
                     else:
                         target.copy_(store.unit(index, "hi")[part])
+            # Off the link's time, as of a unit.
+            for piece, target in zip(copies.pieces, copies.unpacked, strict=True):
+                block = store.unit(index, "packed")
+                unpack(piece.place, block, piece.source, target, first_block=piece.first_block)
 
         self.h2d.submit(copy, num_bytes=num_bytes, label=f"part of unit {index}")
 

@@ -130,9 +130,10 @@ class Device(Protocol):
     def free_host(self, tensor: Tensor) -> None:
         """Free what `allocate_host` or `share_host` returned."""
 
-    def adopt(self, store: HostStore, states: Collection[int] = ()) -> None:
+    def adopt(self, store: HostStore, states: Collection[int] = (), *, page_elements: int = 0) -> None:
         """Prepare for copies from and to the planes of a store, and all planes of the units whose optimizer `states`
-        are on the device; undone by `close`. May be called again."""
+        are on the device; undone by `close`. May be called again. Experts come in pages of at most `page_elements`; 0
+        is with their layer."""
 
     def release_memory(self) -> None:
         """Free what the device itself holds in its memory, what its allocator keeps included, until `adopt` is called
@@ -165,8 +166,8 @@ class Device(Protocol):
         `packed` where it is given, which `upload_packed` has filled."""
 
     def upload_spans(self, store: HostStore, index: int, spans: Sequence[Span], out: Tensor) -> None:
-        """Append the copy of some of a unit's weights to h2d, each span to its place in `out`. None of them is
-        packed."""
+        """Append the copy of some of a unit's weights to h2d, each span to its place in `out`; packed weights are
+        unpacked there."""
 
     def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
         """Append the copy of a unit's packed weights to h2d, as they are. Shapes: [unit.packed_bytes], uint8."""

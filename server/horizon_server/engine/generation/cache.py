@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +55,16 @@ class SequenceCache:
             args=tuple(replaced(value) for value in call.args),
             kwargs={name: replaced(value) for name, value in call.kwargs.items()},
         )
+
+    @contextmanager
+    def unchanged(self, index: int) -> Iterator[None]:
+        """Inside the block a layer writes into a copy of its part, which is gone afterwards."""
+        own = self.cache.layers[index]
+        self.cache.layers[index] = copy.deepcopy(own)
+        try:
+            yield
+        finally:
+            self.cache.layers[index] = own
 
     def compact(self, index: int) -> None:
         """Drop memory that a layer's part does not use: a window is cut out of all keys of a prompt, which would stay

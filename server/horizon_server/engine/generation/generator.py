@@ -34,6 +34,7 @@ from horizon_server.engine.generation.cache import LayerCacheSize, SequenceCache
 from horizon_server.engine.generation.choosing import Choice, choose
 from horizon_server.engine.generation.found import Found, add_scores, new_token, scored_prompt, tensors, write_top
 from horizon_server.engine.generation.kept_trial import try_kept
+from horizon_server.engine.generation.paged import PagedAnswers
 from horizon_server.engine.generation.passes import Pass, RowPass, SequencePass
 from horizon_server.engine.generation.sequences import (
     Ended,
@@ -49,6 +50,7 @@ from horizon_server.engine.generation.sequences import (
 from horizon_server.engine.generation.trial import try_cache
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.optimizer import Optimizer
+from horizon_server.engine.paged_experts import Paging
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.working_memory import logits_chunk_tokens
@@ -75,7 +77,8 @@ class TokenGenerator:
     What is kept of sequences is on the device where it fits beside the weights in flight, else in host memory: then
     each layer's part is copied to the device for its call and back, which changes the speed only. `residency` says
     which weights stay on the device. A pass computes at most `chunk_tokens` of prompts, where they are one row; 0 is
-    no limit. Thread: one driving thread.
+    no limit. With `expert_page_elements`, experts come in pages of that size, as in training; of few tokens, only those
+    that some token of the pass visits. Thread: one driving thread.
     """
 
     def __init__(
@@ -87,11 +90,12 @@ class TokenGenerator:
         num_weight_slots: int = NUM_SLOTS,
         residency: Residency = NOTHING_STAYS,
         chunk_tokens: int = 0,
+        expert_page_elements: int = 0,
     ) -> None:
         """Try on the real weights whether the model can be computed token by token.
 
         Raises:
-            InvalidModel: the layers compute something else token by token.
+            InvalidModel: the layers compute something else token by token, or their experts cannot be in pages.
             DoesNotFit: the device has no room for the weights in flight.
         """
         self._template, self._store, self._device, self._chunk_tokens = template, store, device, chunk_tokens
@@ -101,7 +105,8 @@ class TokenGenerator:
         """Whether the new tokens of all sequences are one row."""
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
-        device.adopt(store)
+        self._page_elements = expert_page_elements
+        device.adopt(store, page_elements=expert_page_elements)
         template.place_buffers(device.place)
         template.train(False)
         # It never updates anything; the stream asks it when a unit may be read.
@@ -113,7 +118,9 @@ class TokenGenerator:
             updates,
             num_slots=num_weight_slots,
             residency=residency,
+            paging=Paging.of(template, expert_page_elements),
         )
+        self._paged = PagedAnswers(template, device, self._stream)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._place = device.place(torch.empty(0)).device
@@ -326,7 +333,7 @@ class TokenGenerator:
     def _take_device(self) -> None:
         if not self._is_released:
             return
-        self._device.adopt(self._store)
+        self._device.adopt(self._store, page_elements=self._page_elements)
         self._stream.open()
         self._device.charge("activations", sum(self._charged.values()))
         self._move_caches(self._place)
@@ -485,9 +492,9 @@ class TokenGenerator:
         found = self._empty(sequences, device.place)
         requests = [UnitRequest(unit_index=0, rows_R=rows_R), *self._layers, self._head]
         place = None if self.cache_on_device else self._place
-        rows: Pass = SequencePass(template, device, sequences, place=place)
+        rows: Pass = SequencePass(template, device, sequences, self._paged, place=place)
         if self._packs:
-            rows = RowPass(template, device, sequences, self._kept, place=place)
+            rows = RowPass(template, device, sequences, self._kept, self._paged, place=place)
         done: deque[Event] = deque()
         for request, flat in self._stream.walk(requests):
             if request is requests[0]:

@@ -45,8 +45,10 @@ def try_kept(template: Template, device: Device, stream: LayerStream) -> list[La
             growing = Growing(place=place, num_kept=span.start, span=slice(0, span.stop - span.start))
             assert template.own_attention is not None, "sequences of one row"
             call = template.own_attention.with_kept(layer, call, KeptPass(kept, [growing]).row(layer))
-        places = template.places[layer + 1]
-        with torch.no_grad(), charged(device, places):
+        # What experts put out depends on their token alone, whatever is kept.
+        paging, unit_index = stream.paging, layer + 1
+        places = paging.places(template, unit_index)
+        with torch.no_grad(), charged(device, places), paging.without_experts(unit_index):
             parameters = {place.name: place.piece.read(flat).float() for place in places}
             # The input is in the output: what the layer adds to it is compared.
             added_1TD = template.layer(layer, parameters, given_1TD, call) - given_1TD

@@ -7,6 +7,7 @@ that are chosen.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from horizon_server.engine.attention.kept import Growing, KeptKeys, KeptPass
 from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.generation.paged import PagedAnswers, PagedRun
 from horizon_server.engine.generation.sequences import Sequence
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template import Template, VisitNorms
@@ -32,10 +34,12 @@ class RowPass:
         device: Device,
         sequences: SequenceOf[Sequence],
         kept: KeptKeys,
+        paged: PagedAnswers,
         *,
         place: torch.device | None,
     ) -> None:
         self._template, self._device, self._kept, self._place = template, device, kept, place
+        self._paged = paged
         ends = [0, *itertools.accumulate(sequence.num_new for sequence in sequences)]
         self._boundaries = torch.tensor(ends)
         self._spans = [slice(start, end) for start, end in itertools.pairwise(ends)]
@@ -66,20 +70,26 @@ class RowPass:
 
     def enqueue_layer(self, layer: int, flat: Tensor) -> None:
         """Submit a layer, in which every sequence attends to its own tokens."""
-        template, norms = self._template, VisitNorms(self._template, layer)
+        work = partial(self._forward, layer, VisitNorms(self._template, layer), flat)
+        if self._paged.has(layer):
+            # What a first run up to the experts keeps, the second one keeps in the same places.
+            self._paged.enqueue(layer, [PagedRun(work, work, int(self._boundaries[-1]))])
+        else:
+            self._device.compute.submit(work, label=f"generate {layer + 1}")
 
-        def forward() -> None:
-            parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
-            if self._place is not None:
-                self._kept.to(layer, self._place)
-            assert template.own_attention is not None, "sequences of one row"
-            call = template.own_attention.with_kept(layer, self._calls[layer], self._pass.row(layer))
+    def _forward(self, layer: int, norms: VisitNorms, flat: Tensor) -> None:
+        template = self._template
+        parameters = norms.beside(self._paged.read(layer, flat))
+        if self._place is not None:
+            self._kept.to(layer, self._place)
+        assert template.own_attention is not None, "sequences of one row"
+        call = template.own_attention.with_kept(layer, self._calls[layer], self._pass.row(layer))
+        try:
             with torch.no_grad():
                 self._hidden_1ND = template.layer(layer, parameters, self._hidden_1ND, call)
+        finally:
             if self._place is not None:
                 self._kept.to(layer, _HOST)
-
-        self._device.compute.submit(forward, label=f"generate {layer + 1}")
 
     def last_hidden(self, indices: SequenceOf[int]) -> Tensor:
         """The last layer's output at the last token of some sequences. Shapes: [1, C, D]. Thread: compute's."""
@@ -96,9 +106,16 @@ class SequencePass:
     runs."""
 
     def __init__(
-        self, template: Template, device: Device, sequences: SequenceOf[Sequence], *, place: torch.device | None
+        self,
+        template: Template,
+        device: Device,
+        sequences: SequenceOf[Sequence],
+        paged: PagedAnswers,
+        *,
+        place: torch.device | None,
     ) -> None:
         self._template, self._device, self._sequences, self._place = template, device, sequences, place
+        self._paged = paged
 
     def enqueue_embed(self, flat: Tensor, rows_R: Tensor | None, row_ids_N: Tensor) -> None:
         """Submit the input of the first layer."""
@@ -124,23 +141,43 @@ class SequencePass:
 
     def enqueue_layer(self, layer: int, flat: Tensor) -> None:
         """Submit a layer, for each sequence."""
-        template, norms = self._template, VisitNorms(self._template, layer)
+        norms = VisitNorms(self._template, layer)
+        works = [partial(self._forward, layer, norms, flat, sequence) for sequence in self._sequences]
+        if self._paged.has(layer):
+            runs = [
+                PagedRun(partial(self._try, layer, sequence, work), work, sequence.num_new)
+                for sequence, work in zip(self._sequences, works, strict=True)
+            ]
+            self._paged.enqueue(layer, runs)
+            return
+        for work in works:
+            self._device.compute.submit(work, label=f"generate {layer + 1}")
 
-        def forward(sequence: Sequence) -> None:
-            cache = sequence.cache
-            assert sequence.hidden_1TD is not None and cache is not None, "sequences that run one after the other"
-            parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
-            if self._place is not None:
-                cache.to(layer, self._place)
+    def _forward(self, layer: int, norms: VisitNorms, flat: Tensor, sequence: Sequence) -> None:
+        cache = sequence.cache
+        assert sequence.hidden_1TD is not None and cache is not None, "sequences that run one after the other"
+        parameters = norms.beside(self._paged.read(layer, flat))
+        if self._place is not None:
+            cache.to(layer, self._place)
+        try:
             with torch.no_grad():
                 call = cache.call(layer, sequence.calls[layer])
-                sequence.hidden_1TD = template.layer(layer, parameters, sequence.hidden_1TD, call)
+                sequence.hidden_1TD = self._template.layer(layer, parameters, sequence.hidden_1TD, call)
             cache.compact(layer)
+        finally:
             if self._place is not None:
                 cache.to(layer, _HOST)
 
-        for sequence in self._sequences:
-            self._device.compute.submit(partial(forward, sequence), label=f"generate {layer + 1}")
+    def _try(self, layer: int, sequence: Sequence, work: Callable[[], None]) -> None:
+        """Run up to the experts, on a copy of what is kept: a cache of transformers grows with each run."""
+        assert sequence.cache is not None, "sequences that run one after the other"
+        num_bytes = sequence.cache.num_bytes(layer)
+        self._device.charge("workspace", num_bytes)
+        try:
+            with sequence.cache.unchanged(layer):
+                work()
+        finally:
+            self._device.charge("workspace", -num_bytes)
 
     def last_hidden(self, indices: SequenceOf[int]) -> Tensor:
         """As `RowPass.last_hidden`."""

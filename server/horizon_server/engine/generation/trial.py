@@ -80,8 +80,10 @@ def try_cache(template: Template, device: Device, stream: LayerStream) -> list[L
         call, given_1TD = trial.calls[layer], hidden_1TD
         if span is not None:
             call, given_1TD = cache.call(layer, call), hidden_1TD[:, span]
-        places = template.places[layer + 1]
-        with torch.no_grad(), charged(device, places):
+        # What experts put out depends on their token alone, whatever is kept.
+        paging, unit_index = stream.paging, layer + 1
+        places = paging.places(template, unit_index)
+        with torch.no_grad(), charged(device, places), paging.without_experts(unit_index):
             parameters = {place.name: place.piece.read(flat).float() for place in places}
             output_1TD = template.layer(layer, parameters, given_1TD, call)
         # The input is in the output: what the layer adds to it is compared.
