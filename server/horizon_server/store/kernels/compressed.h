@@ -32,13 +32,13 @@ struct Offsets {
     }
 };
 
-// The moments before they are bounded: `firsts` of the first, squares of the roots in `roots`.
+// The new roots, and in `signs` the first moments before they are bounded.
 template <typename Grad>
 HZ_INLINE void decoded_and_updated(const CompressedPlanes& planes, const Grad* __restrict grads, int64_t num_groups,
                                    const Scalars& s, Strip& strip) {
     const Floats of_first = all(s.one_minus_beta1 * s.grad_scale);
     const Floats of_root = all(std::sqrt(s.one_minus_beta2) * s.grad_scale);
-    const Floats codes_end = all(kFirstCodes * 65536.0f);
+    const Floats codes_end = all(kFirstCodes * 65536.0f), largest_root = all(bits_as<float>(kLargestRoot));
     for (int64_t group = 0; group < num_groups; ++group) {
         const int64_t begin = group * kBlock;
         prefetch_block(grads, begin + kCompressedAhead);
@@ -55,7 +55,7 @@ HZ_INLINE void decoded_and_updated(const CompressedPlanes& planes, const Grad* _
             const Pair grad = load(grads + at), code = load_codes(planes.firsts + at), root = load_codes(planes.roots + at);
             const auto square_of = [&](Floats grad, Floats code) {
                 const Floats last = root_step * code, own = of_root * grad;
-                return least(root_of(last * last + own * own), all(bits_as<float>(kLargestRoot)));
+                return least(root_of(last * last + own * own), largest_root);
             };
             const auto first_of = [&](Floats grad, Floats code) {
                 return (first_step * code) / (codes_end - magnitude_of(code)) + of_first * grad;
@@ -66,19 +66,21 @@ HZ_INLINE void decoded_and_updated(const CompressedPlanes& planes, const Grad* _
     }
 }
 
-// Roots, first moments within their bounds, and the largest of a group.
+// First moments within their bounds, without their signs, and the largest of a group.
 HZ_INLINE void bounded(int64_t num_groups, const Scalars& s, Strip& strip) {
-    const Floats largest = all(bits_as<float>(kLargestRoot)), ratio = all(s.most_ratio);
+    const Floats ratio = all(s.most_ratio);
     for (int64_t group = 0; group < num_groups; ++group) {
-        Ints firsts = all(0), roots = all(0);
+        Ints firsts, roots;
 #pragma GCC unroll 4
         for (int64_t i = 0; i < kPairsOfGroup; ++i) {
             const int64_t at = group * kBlock + i * kPair;
             const Pair root = loaded(strip.roots + at), free = loaded(strip.signs + at);
             const Pair first = {least(magnitude_of(free.a), ratio * root.a), least(magnitude_of(free.b), ratio * root.b)};
             keep(first, strip.firsts + at);
-            firsts = most(firsts, most(as_ints(first.a), as_ints(first.b)));
-            roots = most(roots, most(as_ints(root.a), as_ints(root.b)));
+            const Ints of_firsts = most(as_ints(first.a), as_ints(first.b));
+            const Ints of_roots = most(as_ints(root.a), as_ints(root.b));
+            firsts = i ? most(firsts, of_firsts) : of_firsts;
+            roots = i ? most(roots, of_roots) : of_roots;
         }
         keep_maxima(firsts, roots, strip.maxima + group * 16);
     }

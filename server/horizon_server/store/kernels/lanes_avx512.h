@@ -66,21 +66,29 @@ HZ_INLINE Ints guarded(Ints bits) {
     return _mm512_or_si512(found, _mm512_andnot_si512(all(0x7fffffff), bits));
 }
 
-HZ_INLINE void split(Pair masters, uint16_t* hi, int8_t* lo) {
-    Ints a = as_ints(masters.a), b = as_ints(masters.b);
-    const Ints largest =
-        _mm512_max_epi32(_mm512_and_si512(a, all(0x7fffffff)), _mm512_and_si512(b, all(0x7fffffff)));
-    if (__builtin_expect(_mm512_cmpgt_epi32_mask(largest, all(kLargest24)) != 0, 0)) {
-        a = guarded(a);
-        b = guarded(b);
+// Where the elements of a pair, in their order, have their low words: those of `b` come after all words of `a`.
+struct WordOrder {
+    alignas(64) int16_t low[32];
+
+    constexpr WordOrder() : low() {
+        for (int i = 0; i < 32; ++i) low[i] = static_cast<int16_t>(2 * (i / 8 * 4 + i % 4) + (i % 8 < 4 ? 0 : 32));
     }
-    a = _mm512_add_epi32(a, all(0x80));
-    b = _mm512_add_epi32(b, all(0x80));
-    const Ints high = _mm512_packus_epi32(_mm512_srli_epi32(_mm512_add_epi32(a, all(0x8000)), 16),
-                                          _mm512_srli_epi32(_mm512_add_epi32(b, all(0x8000)), 16));
-    // Sign and all: the pack keeps what fits into 16 bits.
-    const Ints low = _mm512_packs_epi32(_mm512_srai_epi32(_mm512_slli_epi32(a, 16), 24),
-                                        _mm512_srai_epi32(_mm512_slli_epi32(b, 16), 24));
+};
+static constexpr WordOrder word_order{};
+
+HZ_INLINE void split(Pair masters, uint16_t* hi, int8_t* lo) {
+    const Ints low_words = _mm512_load_si512(word_order.low);
+    const Ints high_words = _mm512_add_epi16(low_words, _mm512_set1_epi16(1));
+    Ints a = _mm512_add_epi32(as_ints(masters.a), all(0x80)), b = _mm512_add_epi32(as_ints(masters.b), all(0x80));
+    Ints high = _mm512_permutex2var_epi16(_mm512_add_epi32(a, all(0x8000)), high_words, _mm512_add_epi32(b, all(0x8000)));
+    // What needs a guard has an exponent of ones, but for NaN that no operation gives.
+    const Ints exponents = _mm512_and_si512(high, all(0x7f807f80));
+    if (__builtin_expect(_mm512_cmpeq_epi16_mask(exponents, all(0x7f807f80)) != 0, 0)) {
+        a = _mm512_add_epi32(guarded(as_ints(masters.a)), all(0x80));
+        b = _mm512_add_epi32(guarded(as_ints(masters.b)), all(0x80));
+        high = _mm512_permutex2var_epi16(_mm512_add_epi32(a, all(0x8000)), high_words, _mm512_add_epi32(b, all(0x8000)));
+    }
+    const Ints low = _mm512_srli_epi16(_mm512_permutex2var_epi16(a, low_words, b), 8);
     _mm512_storeu_si512(hi, high);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(lo), _mm512_cvtepi16_epi8(low));
 }
@@ -95,9 +103,9 @@ HZ_INLINE void store_codes(Pair values, int8_t* codes) {
 
 // A root above 0 has a code of at least 1.
 HZ_INLINE void store_root_codes(Pair values, Pair roots, uint8_t* codes) {
-    const Ints a = _mm512_max_epi32(_mm512_cvtps_epi32(values.a), _mm512_min_epi32(as_ints(roots.a), all(1)));
-    const Ints b = _mm512_max_epi32(_mm512_cvtps_epi32(values.b), _mm512_min_epi32(as_ints(roots.b), all(1)));
-    const Ints words = _mm512_packs_epi32(a, b);
+    // Bits of a positive number, which the pack keeps above 0.
+    const Ints above = _mm512_packs_epi32(as_ints(roots.a), as_ints(roots.b));
+    const Ints words = _mm512_max_epi16(rounded_words(values), _mm512_min_epi16(above, _mm512_set1_epi16(1)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtusepi16_epi8(words));
 }
 
