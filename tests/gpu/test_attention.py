@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from horizon_server.engine.attention.adoption import try_implementation
-from horizon_server.engine.attention.chunked import ChunkedRow, RowChunk
+from horizon_server.engine.attention.chunked import ChunkedRow, chunks_of
 from horizon_server.engine.attention.function import attend
 from horizon_server.engine.attention.implementation import Heads, adopt, use_deterministic_kernels
 from horizon_server.engine.attention.kernels import attention, attention_backward
@@ -103,14 +103,10 @@ def compare_chunks(shape: tuple[int, int, int, int], window: int) -> None:
     kept = [torch.empty_like(tensor) for tensor in parts[1:]]
     sums = (torch.zeros_like(kept[0], dtype=torch.float32), torch.zeros_like(kept[1], dtype=torch.float32))
     outputs = {}
-    for first in range(0, num_tokens, 256):
-        stop = min(first + 256, num_tokens)
-        seen = max(int(end) for end in ends if end <= first)
-        chunk = RowChunk(number=first // 256, first=first, stop=stop, seen=seen, row_tokens=num_tokens, before=0)
-        inner = torch.tensor([first, *(int(end) for end in ends if first < end < stop), stop]) - first
-        row = ChunkedRow(chunk, inner, kept[0], kept[1], sums, block_tokens=256)
-        query, key, value = (tensor[:, :, first:stop] for tensor in parts)
-        outputs[first] = row.attend(query, key, value, scale=None, window=window, softcap=None, sinks=None)
+    for chunk, boundaries in chunks_of(ends.tolist(), 256):
+        row = ChunkedRow(chunk, boundaries, kept[0], kept[1], sums, block_tokens=256)
+        query, key, value = (tensor[:, :, chunk.first : chunk.stop] for tensor in parts)
+        outputs[chunk.first] = row.attend(query, key, value, scale=None, window=window, softcap=None, sinks=None)
     for first in reversed(outputs):
         torch.autograd.backward(outputs[first], gradient[:, first : first + 256])
     found = torch.cat(list(outputs.values()), 1)

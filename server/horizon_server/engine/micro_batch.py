@@ -6,7 +6,6 @@ Shapes: T = tokens of the row, N = tokens of the step, R = distinct ids, S = sup
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizon_formats.checks import UNTRAINED
-from horizon_server.engine.attention.chunked import RowChunk
+from horizon_server.engine.attention.chunked import RowChunk, chunks_of
 from horizon_server.engine.device.protocol import Device
 from horizon_server.errors import InvalidData
 
@@ -181,28 +180,15 @@ def _parts_of(micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> list[li
     for row in micro_batches:
         num_tokens, ends = row.num_tokens, [0, *accumulate(row.document_lengths)]
         size = chunk_tokens if 0 < chunk_tokens < num_tokens else num_tokens
-        parts = []
-        for number, first in enumerate(range(0, num_tokens, size)):
-            stop = min(first + size, num_tokens)
-            # By bisection, because a long row may have as many documents as chunks.
-            inside = bisect_right(ends, first)
-            inner = [first, *ends[inside : bisect_left(ends, stop)], stop]
-            chunk = RowChunk(
-                number=number,
-                first=first,
-                stop=stop,
-                seen=ends[inside - 1],
-                row_tokens=num_tokens,
-                before=before,
+        parts = [
+            _Part(
+                span=slice(start + chunk.first, start + chunk.stop),
+                boundaries=boundaries,
+                position_ids_T=row.position_ids_T[chunk.first : chunk.stop],
+                chunk=chunk if size < num_tokens else None,
             )
-            parts.append(
-                _Part(
-                    span=slice(start + first, start + stop),
-                    boundaries=torch.tensor(inner) - first,
-                    position_ids_T=row.position_ids_T[first:stop],
-                    chunk=chunk if size < num_tokens else None,
-                )
-            )
+            for chunk, boundaries in chunks_of(ends, size, before=before)
+        ]
         found.append(parts)
         start += num_tokens
         before += num_tokens if size < num_tokens else 0

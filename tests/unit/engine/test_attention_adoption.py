@@ -47,15 +47,18 @@ class Handle:
         self.library = None
 
 
-def register(name: str, change: Callable[[str, Any], Any]) -> list[str]:
-    """An implementation that computes with torch's own kernels and then does `change` to what they give; returns the
-    names of its calls, as they come."""
+def register(name: str, change: Callable[[str, Any], Any], *, is_causal: bool | None = None) -> list[str]:
+    """An implementation that computes with torch's own kernels and then does `change` to what they give, with
+    `is_causal` to that of such calls alone; returns the names of its calls, as they come."""
     calls: list[str] = []
 
     def of(operator: str) -> Callable[..., Any]:
         def run(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
             calls.append(operator)
-            return change(operator, OWN[operator].call_boxed(keys, *args, **options))
+            found = OWN[operator].call_boxed(keys, *args, **options)
+            # The only flag among the arguments, which is left out where it is as in the operator's signature.
+            changes = is_causal is None or is_causal is any(one is True for one in args)
+            return change(operator, found) if changes else found
 
         return run
 
@@ -74,8 +77,8 @@ def slower(operator: str, found: Any) -> Any:
     return found
 
 
-def tried(name: str, dtype: torch.dtype = torch.float32) -> Finding:
-    return try_implementation(name, HEADS, dtype=dtype, device=CPU, documents=[64, 64])
+def tried(name: str, dtype: torch.dtype = torch.float32, *, in_chunks: bool = False) -> Finding:
+    return try_implementation(name, HEADS, dtype=dtype, device=CPU, documents=[64, 64], in_chunks=in_chunks)
 
 
 def attended(window: int = 0, heads: Heads = HEADS) -> Tensor:
@@ -104,6 +107,22 @@ def test_one_that_computes_the_same_in_less_time_is_adopted(
         is_adopted=True, text="FlashAttention-4, 1.40 times as fast as torch's own on documents of 64 tokens"
     )
     assert set(calls) == {FORWARD, BACKWARD}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_that_is_wrong_over_earlier_keys_alone_is_not_for_rows_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    whole = register("causal", lambda _, found: found)
+    earlier = register("earlier", lambda _, found: (found[0] * 1.02, *found[1:]), is_causal=False)
+    times = iter([2.8, 2.0] * 100)
+    monkeypatch.setattr(adoption, "timed", lambda run, device: next(times))
+    assert tried("causal", dtype, in_chunks=True).is_adopted
+    assert tried("earlier", dtype).is_adopted
+    found = tried("earlier", dtype, in_chunks=True)
+    assert not found.is_adopted
+    assert "in its output of rows in chunks, torch's own by" in found.text
+    assert set(whole) == set(earlier) == {FORWARD, BACKWARD}
 
 
 def test_one_that_is_slower_is_not() -> None:

@@ -13,7 +13,7 @@ from torch.library import Library
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
 from horizon_server.engine.attention import fused, implementation
-from horizon_server.engine.attention.chunked import ChunkedRow, RowChunk
+from horizon_server.engine.attention.chunked import ChunkedRow, chunks_of
 from horizon_server.engine.attention.function import attend
 from horizon_server.engine.attention.implementation import Heads, adopt
 
@@ -84,7 +84,7 @@ def _documents(ends: Tensor, key_ends: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _scores(query: Tensor, key: Tensor, is_causal: bool, options: dict[str, Any]) -> Tensor:
     """[heads, queries, keys]."""
-    scores = query.transpose(0, 1) @ _by_head(key).transpose(1, 2) * options["scale"]
+    scores = torch.matmul(query.transpose(0, 1), _by_head(key).transpose(1, 2)) * float(options["scale"])
     places = torch.arange(len(query))[:, None] + len(key) - len(query)
     behind, left = places - torch.arange(len(key))[None], options.get("window_size_left")
     if left is not None:
@@ -97,14 +97,14 @@ def _by_head(tensor: Tensor) -> Tensor:
 
 
 def _by_key(tensor: Tensor) -> Tensor:
-    return tensor.unflatten(0, (KEY_HEADS, -1)).sum(1).transpose(0, 1)
+    return torch.unflatten(tensor, 0, (KEY_HEADS, -1)).sum(1).transpose(0, 1)
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashAttention]:
     """In the place of a GPU's."""
     found = FlashAttention()
-    library = Library("aten", "IMPL")
+    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("_flash_attention_forward", found.forward, "CPU")
     library.impl("_flash_attention_backward", found.backward, "CPU")
     monkeypatch.setattr(fused, "kernel_of", lambda _: "gpu")
@@ -123,15 +123,11 @@ def in_chunks(given: list[Tensor], gradient: Tensor, window: int) -> list[Tensor
     parts = [tensor.clone().requires_grad_() for tensor in given]
     kept = [torch.full_like(tensor, torch.nan) for tensor in given[1:]]
     sums = (torch.zeros_like(kept[0]), torch.zeros_like(kept[1]))
-    ends, num_tokens = [0, *accumulate(DOCUMENTS)], sum(DOCUMENTS)
     outputs = {}
-    for first in range(0, num_tokens, CHUNK):
-        stop, seen = first + CHUNK, max(end for end in ends if end <= first)
-        chunk = RowChunk(number=first // CHUNK, first=first, stop=stop, seen=seen, row_tokens=num_tokens, before=0)
-        inner = torch.tensor([first, *(end for end in ends if first < end < stop), stop]) - first
-        row = ChunkedRow(chunk, inner, kept[0], kept[1], sums, block_tokens=CHUNK)
-        query, key, value = (tensor[:, :, first:stop] for tensor in parts)
-        outputs[first] = row.attend(query, key, value, scale=None, window=window, softcap=None, sinks=None)
+    for chunk, boundaries in chunks_of([0, *accumulate(DOCUMENTS)], CHUNK):
+        row = ChunkedRow(chunk, boundaries, kept[0], kept[1], sums, block_tokens=CHUNK)
+        query, key, value = (tensor[:, :, chunk.first : chunk.stop] for tensor in parts)
+        outputs[chunk.first] = row.attend(query, key, value, scale=None, window=window, softcap=None, sinks=None)
     for first in reversed(outputs):
         torch.autograd.backward(outputs[first], gradient[:, first : first + CHUNK])
     return [
@@ -143,7 +139,8 @@ def in_chunks(given: list[Tensor], gradient: Tensor, window: int) -> list[Tensor
 def as_a_whole(given: list[Tensor], gradient: Tensor, window: int) -> list[Tensor]:
     whole = [tensor.clone().requires_grad_() for tensor in given]
     with fused.without_fused_kernels():
-        output = attend(*whole, torch.tensor([0, *accumulate(DOCUMENTS)]), window=window)
+        query, key, value = whole
+        output = attend(query, key, value, torch.tensor([0, *accumulate(DOCUMENTS)]), window=window)
         torch.autograd.backward(output, gradient)
     return [output.detach(), *(tensor.grad for tensor in whole if tensor.grad is not None)]
 

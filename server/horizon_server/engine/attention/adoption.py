@@ -15,6 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from horizon_server.engine.attention.blocks import Scores
+from horizon_server.engine.attention.chunked import ChunkedRow, chunks_of
 from horizon_server.engine.attention.fused import without_fused_kernels
 from horizon_server.engine.attention.implementation import Heads, adopt
 from horizon_server.engine.attention.kernels import attention, attention_backward
@@ -37,6 +39,8 @@ _MOST_TIMED_TOKENS = 32768
 _MOST_TIMES_OWN = 1.5
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 _NUM_PAIRS = 5
+_CHUNK_TOKENS = 512
+_RESULTS = ("its output", "its sums", "queries' gradients", "keys' gradients", "values' gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,14 @@ def adopt_for_hopper(template: Template, recipe: Recipe, execution: Execution, d
     tokens = min(max(recipe.sequence_length, execution.micro_batch_tokens, 1), _MOST_TIMED_TOKENS)
     length = min(recipe.sequence_length or tokens, tokens)
     documents = [length] * (tokens // length)
-    finding = try_implementation(FLASH_ATTENTION_4, heads, dtype=torch.bfloat16, device=device, documents=documents)
+    finding = try_implementation(
+        FLASH_ATTENTION_4,
+        heads,
+        dtype=torch.bfloat16,
+        device=device,
+        documents=documents,
+        in_chunks=execution.chunk_tokens > 0,
+    )
     # What the trial took is the job's again, and its peak is not the job's.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -96,11 +107,13 @@ def try_implementation(
     dtype: torch.dtype,
     device: torch.device,
     documents: Sequence[int],
+    in_chunks: bool = False,
 ) -> Finding:
     """Compare an implementation of torch's registry with torch's own kernels, on odd lengths against fp32, then in time
-    on a row of `documents`; it stays adopted for these heads where it is better."""
+    on a row of `documents`; it stays adopted for these heads where it is better. With `in_chunks` it has to compute
+    rows in chunks as well, whose keys begin before the queries do."""
     try:
-        finding = _judge(name, heads, dtype, device, documents)
+        finding = _judge(name, heads, dtype, device, documents, in_chunks=in_chunks)
     except Exception as error:  # noqa: BLE001  # its compiler and the driver raise anything; torch's own kernels are there
         (first_line, *_) = str(error).strip().splitlines() or ["no message"]
         text = f"torch's own kernels: {TITLE} does not run here ({type(error).__name__}: {first_line[:300]})"
@@ -109,20 +122,23 @@ def try_implementation(
     return finding
 
 
-def _judge(name: str, heads: Heads, dtype: torch.dtype, device: torch.device, documents: Sequence[int]) -> Finding:
+def _judge(
+    name: str, heads: Heads, dtype: torch.dtype, device: torch.device, documents: Sequence[int], *, in_chunks: bool
+) -> Finding:
     rows = _Rows.random(heads, _DOCUMENTS, dtype=dtype, device=device)
     with without_fused_kernels():
         expected = rows.in_fp32().results()
-    adopt(heads, "")
-    own = relative_differences(expected, rows.results())
-    adopt(heads, name)
-    errors = relative_differences(expected, rows.results())
-    # Written so that a NaN does not pass.
-    worst = [part for part, error in errors.items() if not error <= max(_MOST_TIMES_OWN * own[part], _ROUNDING[dtype])]
-    if worst:
-        part = worst[0]
-        text = f"{TITLE} differs from fp32 by {errors[part]:.1e} in {part}, torch's own by {own[part]:.1e}"
-        return Finding(is_adopted=False, text=f"torch's own kernels: {text}")
+    for what, results in (("", rows.results), (" of rows in chunks", rows.results_in_chunks))[: 1 + in_chunks]:
+        adopt(heads, "")
+        own = relative_differences(expected, results())
+        adopt(heads, name)
+        errors = relative_differences(expected, results())
+        # Written so that a NaN does not pass.
+        worst = [p for p, error in errors.items() if not error <= max(_MOST_TIMES_OWN * own[p], _ROUNDING[dtype])]
+        if worst:
+            part = worst[0]
+            text = f"{TITLE} differs from fp32 by {errors[part]:.1e} in {part}{what}, torch's own by {own[part]:.1e}"
+            return Finding(is_adopted=False, text=f"torch's own kernels: {text}")
     rows = _Rows.random(heads, documents, dtype=dtype, device=device)
     pairs = []
     # One more, which does not count: kernels are compiled and loaded in it.
@@ -187,8 +203,27 @@ class _Rows:
         sinks = self.query.new_empty(0)
         tensors = (self.gradient, self.query, self.key, self.value, output, sums, self.boundaries, sinks)
         *gradients, _ = attention_backward(*tensors, self.scale, 0, 0.0)
-        names = ("its output", "its sums", "queries' gradients", "keys' gradients", "values' gradients")
-        return dict(zip(names, (output, sums, *gradients), strict=True))
+        return dict(zip(_RESULTS, (output, sums, *gradients), strict=True))
+
+    def results_in_chunks(self) -> dict[str, Tensor]:
+        """The same of the row in chunks."""
+        keys, values = torch.empty_like(self.key), torch.empty_like(self.value)
+        changes = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (keys, values)]
+        rule, sinks = Scores(scale=self.scale, window=0, softcap=0.0), self.query.new_empty(0)
+        done: list[tuple[ChunkedRow, slice, Tensor, Tensor]] = []
+        for chunk, boundaries in chunks_of(self.boundaries.tolist(), _CHUNK_TOKENS):
+            row = ChunkedRow(chunk, boundaries, keys, values, (changes[0], changes[1]), block_tokens=_CHUNK_TOKENS)
+            span = slice(chunk.first, chunk.stop)
+            query, key, value = (tensor[:, :, span] for tensor in (self.query, self.key, self.value))
+            done.append((row, span, *row.forward(query, key, value, sinks, rule)))
+        gradients = []
+        for row, span, output, sums in reversed(done):
+            query, key, value = (tensor[:, :, span] for tensor in (self.query, self.key, self.value))
+            *found, _ = row.backward(self.gradient[:, span], query, key, value, sinks, output, sums, rule)
+            gradients.append(found)
+        outputs, all_sums = torch.cat([one[2] for one in done], 1), torch.cat([one[3] for one in done], 1)
+        joined = (torch.cat(of_kind[::-1], 2) for of_kind in zip(*gradients, strict=True))
+        return dict(zip(_RESULTS, (outputs, all_sums, *joined), strict=True))
 
     def pass_through(self) -> None:
         """What a step does: forward, and once more before backward."""

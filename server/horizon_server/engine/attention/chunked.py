@@ -10,7 +10,8 @@ Source: OOMB (arXiv 2602.02108) and FPDT (arXiv 2408.16978), here without anythi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,19 @@ class RowChunk:
     def is_last(self) -> bool:
         """Whether the row ends with it, where backward begins."""
         return self.stop == self.row_tokens
+
+
+def chunks_of(ends: Sequence[int], size: int, *, before: int = 0) -> Iterator[tuple[RowChunk, Tensor]]:
+    """The chunks of a row of `size` tokens each, and the boundaries in each of the documents, or parts of them, that it
+    has. `ends` are where the row's documents start, and the end of the last one."""
+    for number, first in enumerate(range(0, ends[-1], size)):
+        stop = min(first + size, ends[-1])
+        # By bisection, because a long row may have as many documents as chunks.
+        inside = bisect_right(ends, first)
+        chunk = RowChunk(
+            number=number, first=first, stop=stop, seen=ends[inside - 1], row_tokens=ends[-1], before=before
+        )
+        yield chunk, torch.tensor([first, *ends[inside : bisect_left(ends, stop)], stop]) - first
 
 
 class ChunkedRow:
