@@ -12,6 +12,7 @@ from tests.golden.test_generation import NUM_NEW, options
 from tests.golden.test_paged_experts import ONE_EXPERT, eager_model, rest_of
 
 from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.device.protocol import Component
 from horizon_server.engine.generation.generator import TokenGenerator, generation_template
 from horizon_server.engine.generation.sequences import GeneratedAnswer
 from horizon_server.engine.template import Template
@@ -49,6 +50,12 @@ def begin() -> Iterator[Begin]:
         generator._device.close()
 
 
+def device_of(generator: TokenGenerator) -> HostDevice:
+    device = generator._device
+    assert isinstance(device, HostDevice)
+    return device
+
+
 def answers(generator: TokenGenerator, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[GeneratedAnswer]:
     return generator.generate(prompts, options(logprobs=0, num_samples=2, temperature=0.7, seed=3))
 
@@ -66,26 +73,27 @@ def test_answers_are_those_of_whole_layers(
 
 
 def test_what_is_kept_may_be_in_host_memory_and_the_device_given_back_between_tokens(
-    engine: Engine, begin: Begin
+    engine: Engine, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = eager_model(engine, "qwen3_next")
     expected = answers(begin(model, 0))
     whole = begin(model, ONE_EXPERT)
     # Without room for what is kept of all sequences, which is then on the device for its layer alone.
-    charge, refused = whole._device.charge, []
+    charge = whole._device.charge
+    refused: list[int] = []
 
-    def full(component: str, num_bytes: int) -> None:
+    def full(component: Component, num_bytes: int) -> None:
         if component == "activations" and not refused and num_bytes > 0:
             refused.append(num_bytes)
             raise DoesNotFit("full")
         charge(component, num_bytes)
 
-    whole._device.charge = full
+    monkeypatch.setattr(whole._device, "charge", full)
     found = []
     for new in whole.stream(PROMPTS, options(logprobs=0, num_samples=2, temperature=0.7, seed=3)):
         found.append(new)
         whole.release_device()
-        assert not any(whole._device.arena.held_bytes().values())
+        assert not any(device_of(whole).arena.held_bytes().values())
     assert refused and not whole.cache_on_device
     for new in found:
         assert new.token in expected[2 * new.prompt + new.sample].tokens
@@ -120,7 +128,7 @@ def test_the_device_holds_as_much_for_sixteen_experts_as_for_256(engine: Engine,
         generator = begin(model, ONE_EXPERT * 4, device=HostDevice(num_threads=1))
         generator._device.peak_bytes()
         answers(generator)
-        peaks[num_experts] = generator._device.peak_bytes()
+        peaks[num_experts] = dict(generator._device.peak_bytes())
         # A router has a row for each expert, and is of the rest of the layer.
         peaks[num_experts]["weights"] -= 2 * 4 * rest_of(model) // model.template.num_layers
     assert peaks[16] == peaks[256]
@@ -132,8 +140,8 @@ def test_a_sample_s_memory_is_that_of_a_few_pages(engine: Engine, begin: Begin) 
     whole, paged = (sample_memory(layout, expert_page_elements=elements) for elements in (0, ONE_EXPERT * 4))
     generator = begin(model, ONE_EXPERT * 4, device=HostDevice(num_threads=1))
     saved = whole.private - paged.private
-    of_whole = begin(model, 0, device=HostDevice(num_threads=1))._device.arena.held_bytes()["weights"]
-    assert saved == of_whole - generator._device.arena.held_bytes()["weights"]
+    of_whole = device_of(begin(model, 0, device=HostDevice(num_threads=1))).arena.held_bytes()["weights"]
+    assert saved == of_whole - device_of(generator).arena.held_bytes()["weights"]
 
 
 def test_evaluations_of_a_paged_job_answer_in_pages(engine: Engine, begin: Begin) -> None:

@@ -12,7 +12,7 @@ from tests.support.plans import step_work
 
 from horizon_server.planning.model_folder import ExpertShape, open_model_folder
 from horizon_server.planning.pages import visited_share
-from horizon_server.planning.step_time import NUM_SLOTS
+from horizon_server.records.execution import NUM_SLOTS
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Engine
