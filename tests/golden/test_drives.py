@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.drives import drive_folders, on_drives, store_on_drives
+from tests.support.drives import drive_folders, on_drives, store_on_drives, values_of
 from tests.support.plans import settings
 from tests.support.tiny_models import Run, TinyModel
 from tests.support.worker_attempts import (
@@ -49,8 +49,7 @@ def on_drive(tmp_path: Path) -> Any:
             on = on_drives(layout, drive_folders(tmp_path), **which)
             store = stores.enter_context(store_on_drives(layout, on, grad_dtype=grad_dtype))
             for name, weight in model.weights.items():
-                with store.writing(name, "lo"):
-                    store.write_master(name, weight)
+                store.write_master(name, weight)
             store.start_training(1)
             store.take_traffic()
             return store
@@ -60,12 +59,9 @@ def on_drive(tmp_path: Path) -> Any:
 
 def state_of(store: HostStore) -> dict[str, torch.Tensor]:
     """All masters and moments by name and plane."""
-    found = {}
-    for _, tensor in store.layout.tensors():
-        for plane in ("hi", "lo", "exp_avg", "exp_avg_sq"):
-            with store.reading(tensor.name, plane):
-                found[f"{tensor.name}/{plane}"] = store.tensor(tensor.name, plane).clone()
-    return found
+    names = [tensor.name for _, tensor in store.layout.tensors()]
+    planes = ("hi", "lo", "exp_avg", "exp_avg_sq")
+    return {f"{name}/{plane}": values_of(store, name, plane) for name in names for plane in planes}
 
 
 def assert_same_state(one: HostStore, other: HostStore) -> None:
@@ -79,8 +75,18 @@ CASES: dict[str, dict[str, Any]] = {
     "updates in backward": {"max_grad_norm": None},
     "bf16, low halves too": {"dtype": torch.bfloat16},
     "bf16, updates in backward": {"dtype": torch.bfloat16, "max_grad_norm": None},
-    "some of the layers": {"layers": (2,)},
+    "some of the layers": {"units": (2,)},
     "the least memory": {"slots": 1},
+    "several spans a tensor": {"span": 96},
+    "several spans a tensor, updates in backward": {"span": 4096, "max_grad_norm": None, "dtype": torch.bfloat16},
+    "all units": {"units": (0, 1, 2, 3), "span": 2048},
+    "all units, one slot, low halves too": {
+        "units": (0, 1, 2, 3),
+        "span": 1056,
+        "slots": 1,
+        "dtype": torch.bfloat16,
+    },
+    "all units, updates in backward": {"units": (0, 1, 2, 3), "span": 2048, "max_grad_norm": None},
 }
 
 
@@ -97,7 +103,7 @@ def test_states_on_drives_learn_the_same_bytes(
 ) -> None:
     options = dict(CASES[case])
     dtype = options.pop("dtype", torch.float32)
-    which = {name: options.pop(name) for name in ("layers", "slots") if name in options}
+    which = {name: options.pop(name) for name in ("units", "slots", "span") if name in options}
     clips = options.get("max_grad_norm", 1.0) is not None
     grad_dtype = (torch.float32 if dtype is torch.float32 else torch.bfloat16) if clips else None
     model = tiny_model(model_type)
@@ -211,8 +217,7 @@ def test_a_session_on_drives_loads_what_one_in_memory_saved(
 
         def write(store: HostStore = store) -> None:
             for name, weight in model.weights.items():
-                with store.writing(name, "lo"):
-                    store.write_master(name, weight / 2)
+                store.write_master(name, weight / 2)
             for moments in store.zero(["exp_avg", "exp_avg_sq"]):
                 moments.zero_()
 
