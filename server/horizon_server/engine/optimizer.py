@@ -238,9 +238,7 @@ class Optimizer:
             self._store, unit_index, hyper, num_threads=self._num_threads, grad=gradient, only=reached, part=part
         )
 
-    def _queue_update(
-        self, unit_index: int, work: Callable[[slice], None], generation: int | None = None
-    ) -> None:
+    def _queue_update(self, unit_index: int, work: Callable[[slice], None], generation: int | None = None) -> None:
         """Queue `work` on what this rank owns of a unit, part by part."""
         number = self.generation if generation is None else generation
 

@@ -15,7 +15,7 @@ import structlog
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DriveRates
-from horizon_server.records.execution import Execution, OnDrives
+from horizon_server.records.execution import SPAN_ELEMENTS, Execution, OnDrives
 from horizon_server.records.plan import DriveUse
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec
@@ -82,6 +82,9 @@ def with_drives(
     trained = [unit for unit in folder.layout.units if unit.trained_elements]
     layers = [unit.index for unit in trained if unit.kind == "layer"]
     ends = [unit.index for kind in ("head", "embedding") for unit in trained if unit.kind == kind]
+    # The ring of small layers does not grow with what comes to them: each unit more saves memory.
+    largest = max((folder.layout.units[unit].trained_elements for unit in layers or ends), default=0)
+    span_elements = min(SPAN_ELEMENTS, largest)
 
     def with_units(number: int) -> Execution:
         # Evenly spread, so that the optimizer never waits for many of them in a row.
@@ -93,7 +96,8 @@ def with_drives(
         ]
         units = tuple(sorted([*chosen, *ends[: number - of_layers]]))
         planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution, units))
-        return dataclasses.replace(execution, drives=OnDrives(units=units, planes=planes, folders=drives.folders))
+        on = OnDrives(units=units, planes=planes, folders=drives.folders, span_elements=span_elements)
+        return dataclasses.replace(execution, drives=on)
 
     few, many = 0, len(layers) + len(ends)
     if not many or fits(execution):

@@ -257,7 +257,7 @@ def plan_memory(
         host["staging"] += drives.ring_bytes + drives.index_bytes
         if layout.has_row_gradients and 0 in execution.drives.units:
             # The rows of a span, with the zeros between them.
-            host["staging"] += execution.drives.span_elements * execution.grad_bytes
+            host["staging"] += drives.parts(0)[0].stop * (execution.grad_bytes or element_bytes)
         host["other"] += len(execution.drives.folders) * THREADS_PER_DRIVE * _DRIVE_THREAD_BYTES
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
