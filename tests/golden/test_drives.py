@@ -79,14 +79,15 @@ CASES: dict[str, dict[str, Any]] = {
     "the least memory": {"slots": 1},
     "several spans a tensor": {"span": 96},
     "several spans a tensor, updates in backward": {"span": 4096, "max_grad_norm": None, "dtype": torch.bfloat16},
-    "all units": {"units": (0, 1, 2, 3), "span": 2048},
-    "all units, one slot, low halves too": {
-        "units": (0, 1, 2, 3),
-        "span": 1056,
-        "slots": 1,
+    "all units": {"units": range(5), "span": 2048},
+    "all units, one slot, low halves too": {"units": range(5), "span": 1056, "slots": 1, "dtype": torch.bfloat16},
+    "all units, updates in backward": {"units": range(5), "span": 2048, "max_grad_norm": None},
+    "all units, updates in backward in bf16": {
+        "units": range(5),
+        "span": 96,
+        "max_grad_norm": None,
         "dtype": torch.bfloat16,
     },
-    "all units, updates in backward": {"units": (0, 1, 2, 3), "span": 2048, "max_grad_norm": None},
 }
 
 
@@ -174,31 +175,38 @@ def every_turn_is_wanted_back(line: Line) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("train", "react"),
+    ("train", "react", "sizes", "span"),
     [
-        ({}, every_turn_is_wanted_back),
-        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, every_turn_is_wanted_back),
+        ({}, every_turn_is_wanted_back, {}, 0),
+        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, every_turn_is_wanted_back, {}, 0),
         # Adapters in every layer, whose frozen weights may be those of other jobs too.
-        ({"trainable": "lora", "lora": {"rank": 4}}, always),
-        ({"trainable": "lora", "lora": {"rank": 4, "dora": True}, "compute_dtype": "bfloat16"}, always),
-        ({"trainable": [r"layers\.[12]\."]}, always),
+        ({"trainable": "lora", "lora": {"rank": 4}}, always, {}, 0),
+        ({"trainable": "lora", "lora": {"rank": 4, "dora": True}, "compute_dtype": "bfloat16"}, always, {}, 0),
+        ({"trainable": [r"layers\.[12]\."]}, always, {}, 0),
+        # All units, in spans that begin and end within tensors.
+        ({}, every_turn_is_wanted_back, {}, 96),
+        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, every_turn_is_wanted_back, {}, 2080),
+        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, always, {"tie_word_embeddings": True}, 96),
+        ({"trainable": "lora", "lora": {"rank": 4, "dora": True}}, always, {}, 32),
+        ({"optimizer_states": "compressed"}, always, {"hidden_size": 64}, 1056),
+        ({"optimizer_states": "compressed", "max_grad_norm": None}, always, {"hidden_size": 64}, 32),
     ],
 )
 def test_jobs_with_turns_evaluations_and_adapters_end_with_the_same_files(
-    train: dict[str, Any], react: Any, tmp_path: Path
+    train: dict[str, Any], react: Any, sizes: dict[str, Any], span: int, tmp_path: Path
 ) -> None:
     spec = spec_of(5, train=train, checkpoint={"every_steps": 2, "keep_last": 9}, **EVALUATED)
     folders = drive_folders(tmp_path)
     for name in ("memory", "drives", "resumed"):
         (tmp_path / name).mkdir()
-        write_inputs(tmp_path / name, "llama")
+        write_inputs(tmp_path / name, "llama", **sizes)
     attempt(tmp_path / "memory", spec, Daemon(react))
-    attempt(tmp_path / "drives", spec, Daemon(react), folders=folders)
+    attempt(tmp_path / "drives", spec, Daemon(react), folders=folders, span=span)
     wanted = result(tmp_path / "memory", 5)
     assert_same(wanted, result(tmp_path / "drives", 5))
     # A checkpoint made in memory is continued on drives.
     shutil.copytree(tmp_path / "memory/checkpoints/step-00000002", tmp_path / "resumed/checkpoints/step-00000002")
-    attempt(tmp_path / "resumed", spec, Daemon(react), resume_at=2, folders=folders)
+    attempt(tmp_path / "resumed", spec, Daemon(react), resume_at=2, folders=folders, span=span)
     assert_same(wanted, result(tmp_path / "resumed", 5))
 
 
