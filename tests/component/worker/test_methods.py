@@ -133,7 +133,8 @@ def test_a_job_learns_by_its_method_reports_its_figures_and_continues_bit_by_bit
 @pytest.mark.parametrize("method", ["dpo", "kto", "policy"])
 def test_a_job_with_states_on_drives_ends_with_the_same_files(inputs: Any, method: str, tmp_path: Path) -> None:
     folders, found = drive_folders(tmp_path), []
-    for name, more in (("memory", {}), ("drives", {"folders": folders, "span": 1056})):
+    on_drives: dict[str, Any] = {"folders": folders, "span": 1056}
+    for name, more in (("memory", {}), ("drives", on_drives)):
         folder = inputs(name, method)
         attempt(folder, spec(method), Daemon(always), **more)
         found.append(result(folder, 4))

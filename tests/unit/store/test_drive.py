@@ -100,7 +100,7 @@ def test_another_process_reads_what_was_written(layout: StoreLayout, on: OnDrive
 
 
 def test_updates_in_order_are_read_ahead_and_written_behind(layout: StoreLayout, on: OnDrives) -> None:
-    done: list[int] = []
+    done: list[tuple[int, int]] = []
     with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
         for step in range(3):
             states.read_ahead()
@@ -265,9 +265,9 @@ def test_pieces_cover_each_block_once_and_do_not_overlap(layout: StoreLayout, on
         assert drive != next_drive or offset + size == next_offset
     for pieces in drives.blocks.values():
         assert all(piece.offset % GRAIN_BYTES == 0 and piece.num_bytes <= PIECE_BYTES for piece in pieces)
-    pieces = [piece for block in drives.blocks.values() for piece in block]
-    assert drives.file_bytes == tuple(sum(p.num_bytes for p in pieces if p.drive == drive) for drive in range(2))
-    assert drives.num_bytes == sum(drives.file_bytes) and drives.index_bytes == 8 * len(pieces)
+    all_pieces = [piece for block in drives.blocks.values() for piece in block]
+    assert drives.file_bytes == tuple(sum(p.num_bytes for p in all_pieces if p.drive == drive) for drive in range(2))
+    assert drives.num_bytes == sum(drives.file_bytes) and drives.index_bytes == 8 * len(all_pieces)
 
 
 @given(
@@ -280,7 +280,7 @@ def test_spans_tile_every_unit_and_blocks_hold_what_planes_have_of_them(
     sizes: list[int], span: int, kinds: int, with_lo: bool
 ) -> None:
     """For units of any tensors, of which some are compressed, some exact and some frozen."""
-    shapes = {f"model.layers.0.mlp.w{index}.weight": (size, 2) for index, size in enumerate(sizes)}
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.0.mlp.w{i}.weight": (size, 2) for i, size in enumerate(sizes)}
     shapes |= {"model.embed_tokens.weight": (64, 8), "model.norm.weight": (8,), "model.layers.0.norm.weight": (8,)}
     whole = with_trained(
         build_layout(shapes, num_layers=1, tied=True),
