@@ -1,4 +1,4 @@
-"""Which layers' states a job has on the node's drives, what that costs, and which drives there are. Loads no torch."""
+"""Which units' states a job has on the node's drives, what that costs, and which drives there are. Loads no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import structlog
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DriveRates
-from horizon_server.records.execution import Execution, OnDrives
+from horizon_server.records.execution import SPAN_ELEMENTS, Execution, OnDrives
 from horizon_server.records.plan import DriveUse, PlannedMachine
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec
@@ -96,29 +96,40 @@ def drives_of_machine(spec: JobSpec, machine: PlannedMachine) -> NodeDrives | No
 def with_drives(
     folder: ModelFolder, execution: Execution, drives: NodeDrives, fits: Callable[[Execution], bool]
 ) -> Execution:
-    """The same with the states of as few layers on drives as make it fit; of all layers where nothing does."""
-    units = [unit.index for unit in folder.layout.units if unit.kind == "layer" and unit.trained_elements]
-    planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution))
+    """The same with the states of as few units on drives as make it fit; of all where nothing does.
 
-    def with_layers(number: int) -> Execution:
+    Layers come first, and the embedding last: what the next step begins with waits for all of it, and where it is in
+    memory for the rows in use alone.
+    """
+    trained = [unit for unit in folder.layout.units if unit.trained_elements]
+    layers = [unit.index for unit in trained if unit.kind == "layer"]
+    ends = [unit.index for kind in ("head", "embedding") for unit in trained if unit.kind == kind]
+    # The ring of small layers does not grow with what comes to them: each unit more saves memory.
+    largest = max((folder.layout.units[unit].trained_elements for unit in layers or ends), default=0)
+    span_elements = min(SPAN_ELEMENTS, largest)
+
+    def with_units(number: int) -> Execution:
         # Evenly spread, so that the optimizer never waits for many of them in a row.
-        chosen = tuple(
+        of_layers = min(number, len(layers))
+        chosen = [
             unit
-            for place, unit in enumerate(units)
-            if (place + 1) * number // len(units) > place * number // len(units)
-        )
-        on = OnDrives(units=chosen, planes=planes, folders=drives.folders)
+            for place, unit in enumerate(layers)
+            if (place + 1) * of_layers // len(layers) > place * of_layers // len(layers)
+        ]
+        units = tuple(sorted([*chosen, *ends[: number - of_layers]]))
+        planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution, units))
+        on = OnDrives(units=units, planes=planes, folders=drives.folders, span_elements=span_elements)
         return dataclasses.replace(execution, drives=on)
 
-    if not units or fits(execution):
+    few, many = 0, len(layers) + len(ends)
+    if not many or fits(execution):
         return execution
-    few, many = 0, len(units)
-    if not fits(with_layers(many)):
-        return with_layers(many)
+    if not fits(with_units(many)):
+        return with_units(many)
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (few, middle) if fits(with_layers(middle)) else (middle, many)
-    return with_layers(many)
+        few, many = (few, middle) if fits(with_units(middle)) else (middle, many)
+    return with_units(many)
 
 
 def drive_use(layout: DriveLayout, drives: NodeDrives | None, num_steps: int | None) -> DriveUse | None:
@@ -126,7 +137,8 @@ def drive_use(layout: DriveLayout, drives: NodeDrives | None, num_steps: int | N
     if not layout.on.units:
         return None
     use = DriveUse(
-        num_layers=len(layout.on.units),
+        num_layers=sum(layout.store.units[unit].kind == "layer" for unit in layout.on.units),
+        num_ends=sum(layout.store.units[unit].kind != "layer" for unit in layout.on.units),
         num_bytes=layout.num_bytes,
         num_drives=len(layout.on.folders),
         endurance_bytes=None if drives is None else drives.endurance_bytes,
@@ -163,14 +175,13 @@ def space_warnings(layout: DriveLayout) -> list[str]:
     return warnings
 
 
-def _leaves_lo_alone(folder: ModelFolder, execution: Execution) -> bool:
-    """Whether nothing is computed with the low halves of the weights of layers, and they are this job's alone."""
+def _leaves_lo_alone(folder: ModelFolder, execution: Execution, units: Sequence[int]) -> bool:
+    """Whether nothing is computed with the low halves of the weights of these units, and they are this job's alone."""
     if execution.compute_dtype == "float32":
         return False
     names = re.compile("|".join([*folder.shape.kept_in_fp32, re.escape(MAGNITUDE)]))
-    layers = [unit for unit in folder.layout.units if unit.kind == "layer"]
     return all(
         tensor.trained and not tensor.adapts and names.search(tensor.name) is None
-        for unit in layers
-        for tensor in unit.tensors
+        for unit in units
+        for tensor in folder.layout.units[unit].tensors
     )

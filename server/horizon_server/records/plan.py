@@ -100,6 +100,8 @@ class DriveUse:
     num_layers: int
     num_bytes: int
     num_drives: int = 1
+    num_ends: int = 0
+    """Of embedding and head, those whose states are there too."""
     written_bytes: int | None = None
     endurance_bytes: int | None = None
 
@@ -118,6 +120,7 @@ class DriveUse:
     def text(self) -> str:
         """In one line, for people."""
         layers = f"states of {self.num_layers} layer{'' if self.num_layers == 1 else 's'}"
+        layers += ("", " and of the head", ", the head and the embedding")[self.num_ends]
         text = f"{layers} ({size_text(self.num_bytes)}), written once a step"
         if self.written_bytes is not None:
             text += f", {size_text(self.written_bytes)} by the whole job"
