@@ -94,25 +94,31 @@ FORMS = (
 )
 
 
-@contextmanager
-def outline(config: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes. Its
+def write_model_outline(config: Mapping[str, Any], folder: Path) -> None:
+    """Make a folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes. Its
     layers are all alike."""
     known = AutoConfig.for_model(**config)
     with torch.device("meta"):
         one_layer: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             AutoConfig.for_model(**{**config, **_ONE_LAYER})
         )
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(known.to_dict()), "utf-8")
+    tensors = [
+        (name.replace(".layers.0.", f".layers.{layer}."), "BF16", tuple(value.shape))
+        for name, value in one_layer.state_dict().items()
+        if not (known.tie_word_embeddings and name.startswith("lm_head."))
+        for layer in (range(known.num_hidden_layers) if ".layers.0." in name else [0])
+    ]
+    write_outline(folder / "model.safetensors", tensors)
+
+
+@contextmanager
+def outline(config: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder of `write_model_outline`, while it is needed."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / CONFIG_FILE).write_text(json.dumps(known.to_dict()), "utf-8")
-        tensors = [
-            (name.replace(".layers.0.", f".layers.{layer}."), "BF16", tuple(value.shape))
-            for name, value in one_layer.state_dict().items()
-            for layer in (range(known.num_hidden_layers) if ".layers.0." in name else [0])
-        ]
-        write_outline(folder / "model.safetensors", tensors)
-        yield folder
+        write_model_outline(config, Path(name))
+        yield Path(name)
 
 
 def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
