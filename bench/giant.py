@@ -29,7 +29,7 @@ from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import DriveRates
 from horizon_server.records.plan import Plan
 from horizon_server.settings import load_settings
-from horizon_server.spec import parse_job_spec
+from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.store.safetensors_files import write_outline
 
@@ -121,6 +121,13 @@ def outline(config: Mapping[str, Any]) -> Iterator[Path]:
         yield Path(name)
 
 
+def spec_of(form: Form, *, num_tokens: int) -> JobSpec:
+    """A job with steps of that many tokens."""
+    train = {"max_steps": 1000, "tokens_per_step": num_tokens, "sequence_length": ROW_TOKENS, **form.train}
+    spec = {"name": "giant", "model": "giant", "dataset": "rows", "device": "cuda", "train": train}
+    return parse_job_spec({**spec, "memory": dict(form.memory)})
+
+
 def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
     """Of a job with steps of that many tokens, on the machine above."""
     memory, gpu = HostMemory(limit_bytes=HOST_BYTES, available_bytes=HOST_BYTES), gpu_named(GPU)
@@ -132,9 +139,7 @@ def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
         rates=lambda: {"cuda": estimated_rates(GPU, host_bytes_per_s=HOST_GBPS * _GIGA)},
         drives=DRIVES,
     )
-    train = {"max_steps": 1000, "tokens_per_step": num_tokens, "sequence_length": ROW_TOKENS, **form.train}
-    spec = {"name": "giant", "model": "giant", "dataset": "rows", "device": "cuda", "train": train}
-    return planner.plan(parse_job_spec({**spec, "memory": dict(form.memory)}), folder)
+    return planner.plan(spec_of(form, num_tokens=num_tokens), folder)
 
 
 def table(num_tokens: int = NUM_TOKENS) -> list[str]:
