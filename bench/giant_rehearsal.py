@@ -37,6 +37,7 @@ from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.pages import PagesPlan
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import Seconds
 from horizon_server.planning.step_work import work_of_step
@@ -56,7 +57,8 @@ WIDTH = 16
 _ROW_TOKENS = 128
 _RATES = estimated_rates(GPU, host_bytes_per_s=HOST_GBPS * 1e9)
 # Sizes of a config that are divided; a head's size is not.
-_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_WIDTHS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
+_ALIGNED_WIDTHS, _ALIGNMENT = ("hidden_size", "intermediate_size"), 8
 _NUM_WARM = 2
 
 
@@ -65,21 +67,25 @@ def narrowed(config: Mapping[str, Any], width: int) -> dict[str, Any]:
     from transformers import AutoConfig
 
     whole = AutoConfig.for_model(**config).to_dict()
-    return {**config, **{name: max(1, whole[name] // width) for name in _WIDTHS if name in whole}}
+    # Grouped products of experts want rows of whole 16 bytes.
+    aligned = {name: -(-whole[name] // (width * _ALIGNMENT)) * _ALIGNMENT for name in _ALIGNED_WIDTHS}
+    return {**config, **{name: max(1, whole[name] // width) for name in _WIDTHS}, **aligned}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tempo:
     """How long work takes, at least: seconds by label of the compute queue and by updated unit, and bytes per second of
-    the link and of the drive."""
+    the link and of the drive. A label's seconds are divided among its first `parts` pieces of work: a layer whose
+    experts come in pages has one for each page, and one before and after them."""
 
     compute_s: Mapping[str, float]
+    parts: int = 1
     updates_s: Mapping[int, float] = field(default_factory=dict)
     link_bytes_per_s: float | None = None
     drive_bytes_per_s: float | None = None
 
 
-def tempo_of(seconds: Seconds, **rates: float | None) -> Tempo:
+def tempo_of(seconds: Seconds, *, parts: int, **rates: float | None) -> Tempo:
     """That of a step as the planner has it."""
     head = max(visit.unit for visit in seconds.visits)
     compute_s = {
@@ -89,7 +95,7 @@ def tempo_of(seconds: Seconds, **rates: float | None) -> Tempo:
         for visit in seconds.visits
     }
     compute_s[f"backward {head}"] = compute_s["head loss"]
-    return Tempo(compute_s=compute_s, updates_s=dict(seconds.updates), **rates)
+    return Tempo(compute_s=compute_s, parts=parts, updates_s=dict(seconds.updates), **rates)
 
 
 def _until(until_s: float) -> None:
@@ -99,7 +105,7 @@ def _until(until_s: float) -> None:
 @contextmanager
 def paced(device: HostDevice, tempo: Tempo) -> Iterator[None]:
     """Have the work of a device's compute queue, updates and the drive take as long as that, at least."""
-    submit, last = device.compute.submit, ""
+    submit, last, number = device.compute.submit, "", 0
 
     def slow(work: Callable[[], object], seconds: float) -> None:
         started_s = time.perf_counter()
@@ -107,10 +113,12 @@ def paced(device: HostDevice, tempo: Tempo) -> Iterator[None]:
         _until(started_s + seconds)
 
     def submit_slowly(work: Callable[[], object], *, label: str = "", **more: Any) -> None:
-        nonlocal last
-        # What a visit queues besides belongs to its time.
-        seconds = tempo.compute_s.get(label, 0.0) if label != last else 0.0
-        last = label if label in tempo.compute_s else last
+        nonlocal last, number
+        seconds = tempo.compute_s.get(label, 0.0) / tempo.parts
+        if seconds:
+            last, number = label, number + 1 if label == last else 1
+            # What a visit queues besides is short, and belongs to its time.
+            seconds = seconds if number <= tempo.parts else 0.0
         submit(partial(slow, work, seconds) if seconds else work, label=label, **more)
 
     update = optimizer.update_unit
@@ -143,7 +151,8 @@ def filled_store(folder: ModelFolder, execution: Execution) -> Iterator[HostStor
         for _, place in layout.tensors():
             is_norm = len(place.shape) == 1
             weights = torch.ones(place.shape) if is_norm else 0.02 * torch.randn(place.shape, generator=generator)
-            store.write_master(place.name, weights)
+            with store.writing(place.name, "lo"), store.writing(place.name, "lo8"):
+                store.write_master(place.name, weights)
         yield store
 
 
@@ -208,7 +217,9 @@ def rehearse(
         drive_rate = None
         if seconds.drives.seconds and slow.drives is not None:
             drive_rate = slow.drives.read_bytes_per_s
-        tempo = tempo_of(seconds, link_bytes_per_s=slow.h2d_bytes_per_s, drive_bytes_per_s=drive_rate)
+        pages = PagesPlan.of(folder.layout, execution).units.values()
+        parts = max((len(paged.pages) + 2 for paged in pages), default=1)
+        tempo = tempo_of(seconds, parts=parts, link_bytes_per_s=slow.h2d_bytes_per_s, drive_bytes_per_s=drive_rate)
         measured_s = step_seconds(folder, small_spec.train.recipe, execution, tempo, num_steps=num_steps)
     return Rehearsed(
         forecast_s=forecast_s,
