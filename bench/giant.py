@@ -181,7 +181,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="tokens of a step (default %(default)s)")
     parser.add_argument("--largest", action="store_true", help="the largest dense model that fits, too")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="real steps of narrow models, see bench.giant_rehearsal"
+    )
+    parser.add_argument("--width", type=int, default=16, help="of the rehearsal, the part of the width (default 16)")
+    parser.add_argument("--drive", help="of the rehearsal, a folder on a drive; default: a temporary one")
     arguments = parser.parse_args()
+    if arguments.rehearse:
+        # It needs this module.
+        from bench.giant_rehearsal import print_tables
+
+        with tempfile.TemporaryDirectory() as temporary:
+            print_tables(width=arguments.width, drive=arguments.drive or temporary)
+        return
     print("\n".join(table(arguments.tokens)))
     if arguments.largest:
         print("\n| form | largest dense model, 10^9 parameters |\n| --- | --- |")

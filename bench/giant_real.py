@@ -93,7 +93,7 @@ SHAPES: Mapping[str, Shape] = {
             "num_attention_heads": 4,
             "hidden_size": 64,
             "intermediate_size": 128,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 16,
             "vocab_size": 256,
         },
         states="compressed",

@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from bench.drive import SHAPES, Shape, emulated_drive, predicted
-from bench.giant import DRIVES, FORMS, GPU, HOST_GBPS, NUM_TOKENS, Form, outline, plan_of, spec_of
+from bench.giant import DRIVES, FORMS, GPU, HOST_GBPS, MODELS, NUM_TOKENS, Form, outline, plan_of, spec_of
 from bench.models import SHAPES as MODEL_SHAPES
 from bench.models import random_rows
 from horizon_server.engine import optimizer
@@ -45,14 +45,13 @@ from horizon_server.planning.trainable import open_for_training
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import NOTHING_STAYS, Execution, OnDrives
 from horizon_server.spec import LORA
+from horizon_server.store.adamw import update_unit
 from horizon_server.store.drive_files import lent_files
 from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout, driven_planes
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import plane_sizes
 from horizon_server.store.planes import lent_memory
 
-WIDTH = 16
-"""A model is rehearsed at this part of its width."""
 # As many tokens as let nearly all of 128 experts be used.
 _ROW_TOKENS = 128
 _RATES = estimated_rates(GPU, host_bytes_per_s=HOST_GBPS * 1e9)
@@ -60,6 +59,8 @@ _RATES = estimated_rates(GPU, host_bytes_per_s=HOST_GBPS * 1e9)
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 _ALIGNED_WIDTHS, _ALIGNMENT = ("hidden_size", "intermediate_size"), 8
 _NUM_WARM = 2
+# At a 16th of the width, so that what is real is done before what is emulated.
+_SCALES = {"gpt-oss-120B": 0.75, "123B, dense": 0.25}
 
 
 def narrowed(config: Mapping[str, Any], width: int) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def paced(device: HostDevice, tempo: Tempo) -> Iterator[None]:
             seconds = seconds if number <= tempo.parts else 0.0
         submit(partial(slow, work, seconds) if seconds else work, label=label, **more)
 
-    update = optimizer.update_unit
+    update = update_unit
 
     def update_slowly(store: HostStore, unit_index: int, *arguments: Any, **more: Any) -> None:
         slow(lambda: update(store, unit_index, *arguments, **more), tempo.updates_s.get(unit_index, 0.0))
@@ -249,8 +250,7 @@ def _small(execution: Execution, folder: ModelFolder, width: int, drive: str) ->
 def _unit_rates(rates: DeviceRates) -> DeviceRates:
     """With these, the seconds of copies, updates and drives are their bytes."""
     drives = None if rates.drives is None else replace(rates.drives, read_bytes_per_s=2.0, write_bytes_per_s=2.0)
-    one = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s", "adamw_bytes_per_s"), 1.0)
-    return replace(rates, **one, drives=drives)
+    return replace(rates, h2d_bytes_per_s=1.0, d2h_bytes_per_s=1.0, adamw_bytes_per_s=1.0, drives=drives)
 
 
 def _rates_at_scale(whole: Seconds, in_bytes: Seconds, rates: DeviceRates, scale: float) -> DeviceRates:
@@ -344,3 +344,12 @@ def drives_table(*, drive: str, num_steps: int, shapes: Sequence[Shape] = SHAPES
             f"| {shape.name} | {alone_s:.2f} | {shape.drive_s:.2f} | {step_s:.2f} "
             f"| **{step_s / max(alone_s, shape.drive_s):.2f}** | {predicted_s:.2f} | **{step_s / predicted_s:.2f}** |"
         )
+
+
+def print_tables(*, width: int, drive: str, num_steps: int = 2) -> None:
+    """Both, with a drive's states in that folder."""
+    for line in forms_table(MODELS, _SCALES, width=width, num_steps=num_steps, drive=drive):
+        print(line, flush=True)
+    print(flush=True)
+    for line in drives_table(drive=drive, num_steps=num_steps):
+        print(line, flush=True)
