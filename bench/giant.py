@@ -165,15 +165,35 @@ def table(num_tokens: int = NUM_TOKENS) -> list[str]:
     return lines
 
 
-def largest(form: Form, *, num_tokens: int) -> float:
-    """The parameters, in 10^9, of the largest dense model that fits."""
+def largest(form: Form, *, num_tokens: int) -> Plan:
+    """Of the largest dense model that fits."""
 
     def plan(num_layers: int) -> Plan:
         with outline({**_GROWING, "num_hidden_layers": num_layers}) as folder:
             return plan_of(folder, form, num_tokens=num_tokens)
 
-    num_layers = bisect_left(range(1, _MOST_LAYERS), True, key=lambda number: not plan(number).fits)
-    return plan(num_layers).num_parameters / 1e9
+    # The first that does not fit, less one.
+    num_layers = bisect_left(range(_MOST_LAYERS), True, lo=1, key=lambda number: not plan(number).fits) - 1
+    return plan(num_layers)
+
+
+def largest_table(num_tokens: int) -> Iterator[str]:
+    """How large a dense model fits by each form, and what its steps cost, line by line."""
+    yield "| form | 10^9 parameters | s a step | tokens/s | bound by | drives, GB a step | steps that wear them out |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for form in FORMS:
+        if "experts" in form.memory:
+            continue
+        plan = largest(form, num_tokens=num_tokens)
+        assert plan.prediction is not None, "the GPU is in the table"
+        use, step_s = plan.drives, plan.prediction.step_s
+        wear = "- | -"
+        if use is not None and use.endurance_bytes is not None:
+            wear = f"{use.num_bytes / _GIGA:,.0f} | {use.endurance_bytes / use.num_bytes:,.0f}"
+        yield (
+            f"| {form.title} | {plan.num_parameters / 1e9:.0f} | {step_s:.0f} | {num_tokens / step_s:,.0f} "
+            f"| {plan.prediction.bound} | {wear} |"
+        )
 
 
 def main() -> None:
@@ -196,10 +216,9 @@ def main() -> None:
         return
     print("\n".join(table(arguments.tokens)))
     if arguments.largest:
-        print("\n| form | largest dense model, 10^9 parameters |\n| --- | --- |")
-        for form in FORMS:
-            if "experts" not in form.memory:
-                print(f"| {form.title} | {largest(form, num_tokens=arguments.tokens):.0f} |", flush=True)
+        print()
+        for line in largest_table(arguments.tokens):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
