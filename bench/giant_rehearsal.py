@@ -59,7 +59,7 @@ _WIDTHS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 _ALIGNED_WIDTHS, _ALIGNMENT = ("hidden_size", "intermediate_size"), 8
 _NUM_WARM = 2
 # At a 16th of the width; a narrower model has less to do in earnest, and less time for it.
-_SCALES, _SCALED_WIDTH = {"gpt-oss-120B": 1.6, "123B, dense": 0.4}, 16
+_SCALES, _SCALED_WIDTH = {"gpt-oss-120B": 3.2, "123B, dense": 0.8}, 16
 
 
 def narrowed(config: Mapping[str, Any], width: int) -> dict[str, Any]:
