@@ -202,7 +202,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="tokens of a step (default %(default)s)")
     parser.add_argument("--largest", action="store_true", help="the largest dense model that fits, too")
     parser.add_argument(
-        "--rehearse", action="store_true", help="real steps of narrow models, see bench.giant_rehearsal"
+        "--rehearse",
+        nargs="?",
+        const="all",
+        choices=["all", "forms", "drives"],
+        help="real steps of narrow models instead: of the forms, over an emulated drive, or both",
     )
     parser.add_argument("--width", type=int, default=16, help="of the rehearsal, the part of the width (default 16)")
     parser.add_argument("--drive", help="of the rehearsal, a folder on a drive; default: a temporary one")
@@ -212,7 +216,7 @@ def main() -> None:
         from bench.giant_rehearsal import print_tables
 
         with tempfile.TemporaryDirectory() as temporary:
-            print_tables(width=arguments.width, drive=arguments.drive or temporary)
+            print_tables(arguments.rehearse, width=arguments.width, drive=arguments.drive or temporary)
         return
     print("\n".join(table(arguments.tokens)))
     if arguments.largest:

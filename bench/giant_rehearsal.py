@@ -346,11 +346,13 @@ def drives_table(*, drive: str, num_steps: int, shapes: Sequence[Shape] = SHAPES
         )
 
 
-def print_tables(*, width: int, drive: str, num_steps: int = 2) -> None:
-    """Both, with a drive's states in that folder."""
-    scales = {name: scale * (_SCALED_WIDTH / width) ** 2 for name, scale in _SCALES.items()}
-    for line in forms_table(MODELS, scales, width=width, num_steps=num_steps, drive=drive):
-        print(line, flush=True)
-    print(flush=True)
-    for line in drives_table(drive=drive, num_steps=num_steps):
-        print(line, flush=True)
+def print_tables(what: str, *, width: int, drive: str, num_steps: int = 2) -> None:
+    """That of the `forms`, that of `drives`, or `all`, with a drive's states in that folder."""
+    if what != "drives":
+        scales = {name: scale * (_SCALED_WIDTH / width) ** 2 for name, scale in _SCALES.items()}
+        for line in forms_table(MODELS, scales, width=width, num_steps=num_steps, drive=drive):
+            print(line, flush=True)
+        print(flush=True)
+    if what != "forms":
+        for line in drives_table(drive=drive, num_steps=num_steps):
+            print(line, flush=True)
