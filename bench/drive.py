@@ -150,7 +150,8 @@ SHAPES = (
     Shape(name="no clipping, the drive is half of a step", forward_s=0.9, backward_s=1.8, drive_s=1.35, clips=False),
     Shape(name="no clipping, the drive decides", forward_s=0.2, backward_s=0.4, drive_s=3.6, clips=False),
 )
-_NUM_LAYERS, _ELEMENTS = 24, 1 << 20
+NUM_LAYERS = 24
+_ELEMENTS = 1 << 20
 
 
 def bench_steps(folder: str) -> None:
@@ -160,7 +161,7 @@ def bench_steps(folder: str) -> None:
     for shape in SHAPES:
         # What sleeps take on this machine, which is longer than they are asked to.
         compute_s, step_s = emulated(folder, shape, alone=True), emulated(folder, shape)
-        predicted_s = predicted(shape, compute_s, _NUM_LAYERS)
+        predicted_s = predicted(shape, compute_s, NUM_LAYERS)
         print(
             f"| {shape.name} | {compute_s:.2f} | {shape.drive_s:.2f} | {step_s:.2f} | "
             f"**{step_s / max(compute_s, shape.drive_s):.2f}** | {predicted_s:.2f} | **{step_s / predicted_s:.2f}** |"
@@ -185,7 +186,7 @@ def emulated_drive(bytes_per_s: float) -> Iterator[None]:
 
 def emulated(folder: str, shape: Shape, *, alone: bool = False, num_steps: int = 4) -> float:
     """The median step; `alone`, one that updates nothing."""
-    with states_in(folder, _NUM_LAYERS, _ELEMENTS) as (states, drives, _), ExitStack() as stack:
+    with states_in(folder, NUM_LAYERS, _ELEMENTS) as (states, drives, _), ExitStack() as stack:
         # Zeros are not read from a drive: one round fills it.
         round_of(states, drives.on.units)
         states.flush()
@@ -208,9 +209,9 @@ def emulated(folder: str, shape: Shape, *, alone: bool = False, num_steps: int =
             states.read_ahead()
             for unit in forward:
                 updated[unit].wait()
-                time.sleep(shape.forward_s / _NUM_LAYERS)
+                time.sleep(shape.forward_s / NUM_LAYERS)
             for unit in backward:
-                time.sleep(shape.backward_s / _NUM_LAYERS)
+                time.sleep(shape.backward_s / NUM_LAYERS)
                 if not shape.clips and not alone:
                     updated[unit].clear()
                     queue.submit(update, unit)

@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from bench.drive import SHAPES, Shape, emulated_drive, predicted
+from bench.drive import NUM_LAYERS, SHAPES, Shape, emulated_drive, predicted
 from bench.giant import DRIVES, FORMS, GPU, HOST_GBPS, MODELS, NUM_TOKENS, Form, outline, plan_of, spec_of
 from bench.models import SHAPES as MODEL_SHAPES
 from bench.models import random_rows
@@ -312,7 +312,8 @@ def forms_table(
 def over_a_drive(shape: Shape, *, drive: str, num_steps: int) -> tuple[float, float, float]:
     """Seconds of a real step of a small model at the speeds of a shape: without a drive, with the states of all layers
     there, and that as predicted."""
-    config = {"model_type": "qwen3", **MODEL_SHAPES["thin"], "tie_word_embeddings": True}
+    sizes = {**MODEL_SHAPES["thin"], "num_hidden_layers": NUM_LAYERS}
+    config = {"model_type": "qwen3", **sizes, "tie_word_embeddings": True}
     form = Form(title="", train={} if shape.clips else {"max_grad_norm": None})
     spec = spec_of(form, num_tokens=_ROW_TOKENS)
     with outline(config) as path:
