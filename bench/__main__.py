@@ -1,6 +1,6 @@
 """`make bench`: every benchmark that needs no GPU, each in a process of its own, with the machine and the date on top.
 
-python -m bench                 # all, about half an hour on two cores
+python -m bench                 # all, about an hour on two cores
 python -m bench adamw link      # some
 """
 
@@ -22,11 +22,15 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "prediction": ("The predicted step against the real one", []),
     "link": ("What double buffering hides", []),
     "drive": ("States on drives", []),
+    "giant": ("The largest models, their schedule rehearsed", ["--rehearse"]),
     "ranks": ("Lanes, and several devices", []),
     "methods": (
         "LoRA against full fine-tuning, link-bound",
         ["--shape", "6m", "--rows", "1", "--row-tokens", "64", "--steps", "5", "--share", "4", "--rank", "4"],
     ),
+    "optimizer_states": ("Held-out loss with compressed optimizer states", []),
+    "chunked_rows": ("A row in chunks against the whole row", []),
+    "joined_rows": ("Packed against unpacked rows", []),
     "preference": ("A step of DPO against one of supervised fine-tuning", []),
     "data": ("From a file to micro-batches", []),
     "upload": ("A push against a bare gRPC byte stream", []),
@@ -38,6 +42,22 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "sharing": ("Several jobs on one device", ["--quick"]),
     "fleet": ("Where the jobs of a fleet are sent", ["--quick"]),
 }
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "computes or counts, and measures nothing": ("forecast", "lowered", "nodes", "residents", "scaling"),
+    "needs a GPU, or is about one": ("fp8", "gpu_all", "lora_products"),
+    "needs what is not installed with the server": ("deepspeed_adam", "fsdp"),
+    "takes most of a machine's memory": ("giant_real", "long_rows", "shared_base"),
+    "takes long": ("compile_time", "first_step", "sampling", "series", "sessions", "soak"),
+    "a part of another one": (
+        "giant_worker",
+        "loader",
+        "service_clients",
+        "sharing_worker",
+        "tokenisation",
+        "validation",
+    ),
+}
+"""Modules that can be run by themselves and are not among all, by the reason."""
 
 
 def main() -> int:

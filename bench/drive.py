@@ -156,7 +156,8 @@ SHAPES = (
     Shape(name="no clipping, the drive is half of a step", forward_s=0.9, backward_s=1.8, drive_s=1.35, clips=False),
     Shape(name="no clipping, the drive decides", forward_s=0.2, backward_s=0.4, drive_s=3.6, clips=False),
 )
-_NUM_LAYERS, _ELEMENTS = 24, 1 << 20
+NUM_LAYERS = 24
+_ELEMENTS = 1 << 20
 
 
 def bench_steps(folder: str) -> None:
@@ -166,31 +167,36 @@ def bench_steps(folder: str) -> None:
     for shape in SHAPES:
         # What sleeps take on this machine, which is longer than they are asked to.
         compute_s, step_s = emulated(folder, shape, alone=True), emulated(folder, shape)
-        predicted_s = predicted(shape, compute_s / (shape.forward_s + shape.backward_s))
+        predicted_s = predicted(shape, compute_s, NUM_LAYERS)
         print(
             f"| {shape.name} | {compute_s:.2f} | {shape.drive_s:.2f} | {step_s:.2f} | "
             f"**{step_s / max(compute_s, shape.drive_s):.2f}** | {predicted_s:.2f} | **{step_s / predicted_s:.2f}** |"
         )
 
 
+@contextmanager
+def emulated_drive(bytes_per_s: float) -> Iterator[None]:
+    """Have drives read and write, in turn, no faster than that."""
+    free_at, lock, move = [0.0], threading.Lock(), drive_module._all_of
+
+    def slow(call: Callable[..., int], file: int, memory: memoryview, offset: int) -> int:
+        with lock:
+            free_at[0] = until_s = max(free_at[0], time.perf_counter()) + len(memory) / bytes_per_s
+        moved = move(call, file, memory, offset)
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+        return moved
+
+    with mock.patch.object(drive_module, "_all_of", slow):
+        yield
+
+
 def emulated(folder: str, shape: Shape, *, alone: bool = False, num_steps: int = 4) -> float:
     """The median step; `alone`, one that updates nothing."""
-    free_at, lock = [0.0], threading.Lock()
-    with states_in(folder, _NUM_LAYERS, _ELEMENTS) as (states, drives, _), ExitStack() as stack:
-        rate = 2 * drives.num_bytes / shape.drive_s
-        move = drive_module._all_of
-
-        def slow(call: Callable[..., int], file: int, memory: memoryview, offset: int) -> int:
-            with lock:
-                free_at[0] = until_s = max(free_at[0], time.perf_counter()) + len(memory) / rate
-            moved = move(call, file, memory, offset)
-            time.sleep(max(0.0, until_s - time.perf_counter()))
-            return moved
-
+    with states_in(folder, NUM_LAYERS, _ELEMENTS) as (states, drives, _), ExitStack() as stack:
         # Zeros are not read from a drive: one round fills it.
         round_of(states, drives.on.units)
         states.flush()
-        stack.enter_context(mock.patch.object(drive_module, "_all_of", slow))
+        stack.enter_context(emulated_drive(2 * drives.num_bytes / shape.drive_s))
         forward, backward = list(drives.on.units), list(drives.on.units[::-1])
         order = forward if shape.clips else backward
         states._order = [DriveSpan(unit, number) for unit in order for number in range(len(states.parts(unit)))]
@@ -210,9 +216,9 @@ def emulated(folder: str, shape: Shape, *, alone: bool = False, num_steps: int =
             states.read_ahead()
             for unit in forward:
                 updated[unit].wait()
-                time.sleep(shape.forward_s / _NUM_LAYERS)
+                time.sleep(shape.forward_s / NUM_LAYERS)
             for unit in backward:
-                time.sleep(shape.backward_s / _NUM_LAYERS)
+                time.sleep(shape.backward_s / NUM_LAYERS)
                 if not shape.clips and not alone:
                     updated[unit].clear()
                     queue.submit(update_and_tell, unit)
@@ -225,18 +231,19 @@ def emulated(folder: str, shape: Shape, *, alone: bool = False, num_steps: int =
     return statistics.median(seconds[2:])
 
 
-def predicted(shape: Shape, times: float) -> float:
-    """What the planner says of the same step, whose layers take that many times as long."""
+def predicted(shape: Shape, compute_s: float, num_layers: int) -> float:
+    """What the planner says of the same step, whose layers take that long in all."""
+    each_s = compute_s / (shape.forward_s + shape.backward_s) / num_layers
     forward = [
-        Visit(unit=unit, ring="layer", upload_s=0.0, compute_s=times * shape.forward_s / _NUM_LAYERS)
-        for unit in range(1, _NUM_LAYERS + 1)
+        Visit(unit=unit, ring="layer", upload_s=0.0, compute_s=each_s * shape.forward_s)
+        for unit in range(1, num_layers + 1)
     ]
     backward = [
-        Visit(unit=unit, ring="layer", upload_s=0.0, compute_s=times * shape.backward_s / _NUM_LAYERS, gradient=True)
-        for unit in range(_NUM_LAYERS, 0, -1)
+        Visit(unit=unit, ring="layer", upload_s=0.0, compute_s=each_s * shape.backward_s, gradient=True)
+        for unit in range(num_layers, 0, -1)
     ]
-    each_s = shape.drive_s / _NUM_LAYERS
-    drives = DriveWork(seconds={visit.unit: each_s for visit in forward}, num_slots=OnDrives().ring_slots)
+    seconds = {visit.unit: shape.drive_s / num_layers for visit in forward}
+    drives = DriveWork(seconds=seconds, num_slots=OnDrives().ring_slots)
     updates = [(visit.unit, 0.0) for visit in forward]
     return play(forward + backward, updates, updates_in_backward=not shape.clips, drives=drives).step_s
 

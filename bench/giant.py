@@ -29,7 +29,7 @@ from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import DriveRates
 from horizon_server.records.plan import Plan
 from horizon_server.settings import load_settings
-from horizon_server.spec import parse_job_spec
+from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.store.safetensors_files import write_outline
 
@@ -94,25 +94,38 @@ FORMS = (
 )
 
 
-@contextmanager
-def outline(config: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes. Its
+def write_model_outline(config: Mapping[str, Any], folder: Path) -> None:
+    """Make a folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes. Its
     layers are all alike."""
     known = AutoConfig.for_model(**config)
     with torch.device("meta"):
         one_layer: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             AutoConfig.for_model(**{**config, **_ONE_LAYER})
         )
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(known.to_dict()), "utf-8")
+    tensors = [
+        (name.replace(".layers.0.", f".layers.{layer}."), "BF16", tuple(value.shape))
+        for name, value in one_layer.state_dict().items()
+        if not (known.tie_word_embeddings and name.startswith("lm_head."))
+        for layer in (range(known.num_hidden_layers) if ".layers.0." in name else [0])
+    ]
+    write_outline(folder / "model.safetensors", tensors)
+
+
+@contextmanager
+def outline(config: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder of `write_model_outline`, while it is needed."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / CONFIG_FILE).write_text(json.dumps(known.to_dict()), "utf-8")
-        tensors = [
-            (name.replace(".layers.0.", f".layers.{layer}."), "BF16", tuple(value.shape))
-            for name, value in one_layer.state_dict().items()
-            for layer in (range(known.num_hidden_layers) if ".layers.0." in name else [0])
-        ]
-        write_outline(folder / "model.safetensors", tensors)
-        yield folder
+        write_model_outline(config, Path(name))
+        yield Path(name)
+
+
+def spec_of(form: Form, *, num_tokens: int) -> JobSpec:
+    """A job with steps of that many tokens."""
+    train = {"max_steps": 1000, "tokens_per_step": num_tokens, "sequence_length": ROW_TOKENS, **form.train}
+    spec = {"name": "giant", "model": "giant", "dataset": "rows", "device": "cuda", "train": train}
+    return parse_job_spec({**spec, "memory": dict(form.memory)})
 
 
 def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
@@ -126,9 +139,7 @@ def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
         rates=lambda: {"cuda": estimated_rates(GPU, host_bytes_per_s=HOST_GBPS * _GIGA)},
         drives=DRIVES,
     )
-    train = {"max_steps": 1000, "tokens_per_step": num_tokens, "sequence_length": ROW_TOKENS, **form.train}
-    spec = {"name": "giant", "model": "giant", "dataset": "rows", "device": "cuda", "train": train}
-    return planner.plan(parse_job_spec({**spec, "memory": dict(form.memory)}), folder)
+    return planner.plan(spec_of(form, num_tokens=num_tokens), folder)
 
 
 def table(num_tokens: int = NUM_TOKENS) -> list[str]:
@@ -154,15 +165,35 @@ def table(num_tokens: int = NUM_TOKENS) -> list[str]:
     return lines
 
 
-def largest(form: Form, *, num_tokens: int) -> float:
-    """The parameters, in 10^9, of the largest dense model that fits."""
+def largest(form: Form, *, num_tokens: int) -> Plan:
+    """Of the largest dense model that fits."""
 
     def plan(num_layers: int) -> Plan:
         with outline({**_GROWING, "num_hidden_layers": num_layers}) as folder:
             return plan_of(folder, form, num_tokens=num_tokens)
 
-    num_layers = bisect_left(range(1, _MOST_LAYERS), True, key=lambda number: not plan(number).fits)
-    return plan(num_layers).num_parameters / 1e9
+    # The first that does not fit, less one.
+    num_layers = bisect_left(range(_MOST_LAYERS), True, lo=1, key=lambda number: not plan(number).fits) - 1
+    return plan(num_layers)
+
+
+def largest_table(num_tokens: int) -> Iterator[str]:
+    """How large a dense model fits by each form, and what its steps cost, line by line."""
+    yield "| form | 10^9 parameters | s a step | tokens/s | bound by | drives, GB a step | steps that wear them out |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for form in FORMS:
+        if "experts" in form.memory:
+            continue
+        plan = largest(form, num_tokens=num_tokens)
+        assert plan.prediction is not None, "the GPU is in the table"
+        use, step_s = plan.drives, plan.prediction.step_s
+        wear = "- | -"
+        if use is not None and use.endurance_bytes is not None:
+            wear = f"{use.num_bytes / _GIGA:,.0f} | {use.endurance_bytes / use.num_bytes:,.0f}"
+        yield (
+            f"| {form.title} | {plan.num_parameters / 1e9:.0f} | {step_s:.0f} | {num_tokens / step_s:,.0f} "
+            f"| {plan.prediction.bound} | {wear} |"
+        )
 
 
 def main() -> None:
@@ -170,13 +201,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="tokens of a step (default %(default)s)")
     parser.add_argument("--largest", action="store_true", help="the largest dense model that fits, too")
+    parser.add_argument(
+        "--rehearse",
+        nargs="?",
+        const="all",
+        choices=["all", "forms", "drives"],
+        help="real steps of narrow models instead: of the forms, over an emulated drive, or both",
+    )
+    parser.add_argument("--width", type=int, default=16, help="of the rehearsal, the part of the width (default 16)")
+    parser.add_argument("--drive", help="of the rehearsal, a folder on a drive; default: a temporary one")
     arguments = parser.parse_args()
+    if arguments.rehearse:
+        # It needs this module.
+        from bench.giant_rehearsal import print_tables
+
+        with tempfile.TemporaryDirectory() as temporary:
+            print_tables(arguments.rehearse, width=arguments.width, drive=arguments.drive or temporary)
+        return
     print("\n".join(table(arguments.tokens)))
     if arguments.largest:
-        print("\n| form | largest dense model, 10^9 parameters |\n| --- | --- |")
-        for form in FORMS:
-            if "experts" not in form.memory:
-                print(f"| {form.title} | {largest(form, num_tokens=arguments.tokens):.0f} |", flush=True)
+        print()
+        for line in largest_table(arguments.tokens):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
