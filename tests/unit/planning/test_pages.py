@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizon_server.errors import InvalidSpec
+from horizon_server.planning.asked import page_elements_of, with_spec
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
+from horizon_server.records.execution import Execution
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.settings import load_settings
 from horizon_server.spec import parse_job_spec
@@ -223,3 +225,14 @@ def test_specs_of_what_needs_whole_layers_are_refused_by_field(changes: dict[str
     with pytest.raises(InvalidSpec, match=r"paged") as refused:
         parse_job_spec(spec)
     assert [violation.field for violation in refused.value.violations] == [field]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"eval": {"generate": {}}, "eval_fraction": 0.5}, {"method": "session", "dataset": ""}],
+    ids=["answers", "session"],
+)
+def test_answers_and_sessions_come_in_pages(changes: dict[str, Any]) -> None:
+    spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d", "memory": {"experts": "paged"}, **changes})
+    assert page_elements_of(spec) == MOST_PAGE_ELEMENTS
+    assert with_spec(Execution(), spec).expert_page_elements == MOST_PAGE_ELEMENTS

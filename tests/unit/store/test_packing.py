@@ -25,6 +25,7 @@ from horizon_server.store.layout import (
     with_trained,
 )
 from horizon_server.store.model_load import load_model
+from horizon_server.store.packed_pieces import arrived_bytes, packed_pieces
 from horizon_server.store.packing import NF4_LEVELS, pack, piece_elements, unpack
 
 SHAPES = [(1, 32), (8, 64), (96, 48), (5, 40), (3, 32, 64), (300, 128)]
@@ -193,3 +194,33 @@ def test_a_folder_is_packed_while_it_is_loaded(tmp_path: Path, kind: Packing, dt
     store.write_master("model.layers.0.b.weight", tensors["model.layers.0.b.weight"])
     assert torch.equal(store.unit(1, "packed"), block)
     store.close()
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_pieces_are_unpacked_to_the_values_of_the_whole(
+    kind: Packing, by_kernel: bool, triton_interpreter: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of 384 elements each, which end within groups of blocks.
+    place, block, part = placed((60, 3, 128), kind)
+    pack(values_of((60, 3, 128)).view(-1), place, block, part)
+    unit = UnitLayout(name="", kind="layer", index=0, offset=0, num_elements=place.num_elements, tensors=(place,))
+    whole = torch.empty(place.num_elements)
+    unpack(place, block, part, whole)
+    spans = [(384 * number, 384 * (number + size)) for number, size in ((0, 1), (42, 2), (43, 1), (50, 10))]
+    pieces = packed_pieces(unit, spans)
+    arrived = torch.full((arrived_bytes(pieces),), 255, dtype=torch.uint8)
+    for piece in pieces:
+        for name in ("codes", "scales", "group_scales"):
+            arrived[getattr(piece.arrived, name)] = block[getattr(piece.source, name)]
+    if by_kernel:
+        triton_interpreter("horizon_server.store.packing_triton")
+        monkeypatch.setattr(packing, "runs_triton", lambda device: True)
+    for piece, (start, stop) in zip(pieces, spans, strict=True):
+        assert (piece.start, piece.num_elements) == (start, stop - start)
+        for memory, of_piece in ((block, piece.source), (arrived, piece.arrived)):
+            found = torch.empty(stop - start)
+            unpack(place, memory, of_piece, found, first_block=piece.first_block)
+            assert torch.equal(found, whole[start:stop])
+    # Of 384 elements, 43 begin in the first group of 256 blocks.
+    assert [piece.first_block for piece in pieces] == ([0, 252, 2, 44] if kind == "nf4" else [0] * 4)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.adapters import write_adapter_checkpoint
 from tests.support.scripted_calls import answered, ask
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_formats.formats import DatasetFormat
 from horizon_server.datasets.tokens.codec import TextCodec
@@ -26,7 +28,9 @@ from horizon_server.records.sample import (
     SampleModel,
     SamplePrompt,
 )
+from horizon_server.services.sampling import _memory
 from horizon_server.store.manifest import read_manifest
+from horizon_server.store.pages import MOST_PAGE_ELEMENTS
 from horizon_server.worker import answering, sampling
 from horizon_server.worker.answering import _AnswerWriter, encoded, stop_tokens
 
@@ -70,6 +74,39 @@ def test_the_answers_of_a_model_that_stayed_are_those_of_a_new_child(folder: Pat
     assert stayed.text(1) == stayed.text(3) == fresh.text(1) != ""
     fresh = answered(model_of(folder), [ask(1, *prompts, **long)])
     assert [stayed.text(2, 0), stayed.text(2, 1)] == [fresh.text(1, 0), fresh.text(1, 1)]
+
+
+def test_a_mixture_answers_in_pages_where_its_weights_do_not_stay(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "mixture", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=64,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"],
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(tmp_path / "mixture")
+    memory = _memory(tmp_path / "mixture", None)
+    # One page has them all; a model of gigabytes has several.
+    assert memory.expert_page_elements == MOST_PAGE_ELEMENTS
+    assert _memory(folder, None).expert_page_elements == 0
+    kept = memory.for_room(4 * (memory.total + memory.kept))
+    assert (kept.keeps_weights, kept.expert_page_elements) == (True, 0)
+    found = [
+        answered(model_of(tmp_path / "mixture", **how), [ask(1, BOX, CHAT)])
+        for how in ({"expert_page_elements": 20_000}, {"keeps_weights": True}, {})
+    ]
+    assert found[0].text(1) == found[1].text(1) == found[2].text(1) != ""
+    assert found[0].text(1, 1) == found[1].text(1, 1)
 
 
 def test_a_chat_is_rendered_with_the_cue_for_an_answer(codec: TextCodec) -> None:

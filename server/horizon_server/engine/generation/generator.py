@@ -111,14 +111,9 @@ class TokenGenerator:
         template.train(False)
         # It never updates anything; the stream asks it when a unit may be read.
         updates = Optimizer(store, device, num_threads=1, table=None)
+        paging = Paging.of(template, expert_page_elements)
         self._stream = LayerStream(
-            template,
-            store,
-            device,
-            updates,
-            num_slots=num_weight_slots,
-            residency=residency,
-            paging=Paging.of(template, expert_page_elements),
+            template, store, device, updates, num_slots=num_weight_slots, residency=residency, paging=paging
         )
         self._paged = PagedAnswers(template, device, self._stream)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
