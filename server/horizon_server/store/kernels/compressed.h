@@ -1,7 +1,8 @@
 // AdamW on compressed states for one instruction set: included once for each, after its lanes_*.h and in its namespace.
 //
-// A strip of 16 groups goes through four short loops, with what one leaves for the next in the first cache. One loop would
-// have so long a chain of operations per element that the processor's window held few elements and waited for divisions.
+// A strip of 16 groups goes through four short loops, with what one leaves for the next in the first cache. One loop
+// would have so long a chain of operations per element that the processor's window held few elements and waited for
+// divisions.
 
 constexpr int64_t kPair = sizeof(Pair) / sizeof(float);
 constexpr int64_t kPairsOfGroup = kBlock / kPair;
@@ -52,7 +53,8 @@ HZ_INLINE void decoded_and_updated(const CompressedPlanes& planes, const Grad* _
 #pragma GCC unroll 4
         for (int64_t i = 0; i < kPairsOfGroup; ++i) {
             const int64_t at = begin + i * kPair;
-            const Pair grad = load(grads + at), code = load_codes(planes.firsts + at), root = load_codes(planes.roots + at);
+            const Pair grad = load(grads + at);
+            const Pair code = load_codes(planes.firsts + at), root = load_codes(planes.roots + at);
             const auto square_of = [&](Floats grad, Floats code) {
                 const Floats last = root_step * code, own = of_root * grad;
                 return least(root_of(last * last + own * own), largest_root);
@@ -75,7 +77,8 @@ HZ_INLINE void bounded(int64_t num_groups, const Scalars& s, Strip& strip) {
         for (int64_t i = 0; i < kPairsOfGroup; ++i) {
             const int64_t at = group * kBlock + i * kPair;
             const Pair root = loaded(strip.roots + at), free = loaded(strip.signs + at);
-            const Pair first = {least(magnitude_of(free.a), ratio * root.a), least(magnitude_of(free.b), ratio * root.b)};
+            const Pair first = {least(magnitude_of(free.a), ratio * root.a),
+                                least(magnitude_of(free.b), ratio * root.b)};
             keep(first, strip.firsts + at);
             const Ints of_firsts = most(as_ints(first.a), as_ints(first.b));
             const Ints of_roots = most(as_ints(root.a), as_ints(root.b));
@@ -126,7 +129,8 @@ HZ_INLINE void encoded(const CompressedPlanes& planes, int64_t num_groups, const
 #pragma GCC unroll 4
         for (int64_t i = 0; i < kPairsOfGroup; ++i) {
             const int64_t at = group * kBlock + i * kPair;
-            const Pair first = loaded(strip.firsts + at), sign = loaded(strip.signs + at), root = loaded(strip.roots + at);
+            const Pair first = loaded(strip.firsts + at), sign = loaded(strip.signs + at);
+            const Pair root = loaded(strip.roots + at);
             const Pair first_offset = loaded(offsets.first + i * kPair), root_offset = loaded(offsets.root + i * kPair);
             const auto code_of = [&](Floats first, Floats sign, Floats offset) {
                 return turned_as(offset - codes_end / (one + first * per_scale), sign);
@@ -180,7 +184,8 @@ HZ_INLINE void range_updated(const CompressedPlanes& planes, const Grad* grads, 
     std::memcpy(firsts, end.firsts, rest);
     std::memcpy(roots, end.roots, rest);
     std::memcpy(own_grads, grads + whole, rest * sizeof(*grads));
-    strip_updated({hi, lo, firsts, roots, end.scales}, static_cast<const Grad*>(own_grads), 1, decay_factor, s, offsets);
+    const Grad* const from = own_grads;
+    strip_updated({hi, lo, firsts, roots, end.scales}, from, 1, decay_factor, s, offsets);
     std::memcpy(end.hi, hi, rest * sizeof(*hi));
     std::memcpy(end.lo, lo, rest);
     std::memcpy(end.firsts, firsts, rest);

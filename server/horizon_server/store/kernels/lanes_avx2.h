@@ -1,5 +1,5 @@
-// Vectors of 8 fp32 numbers. Pairs of them are 16 elements, in the order in which unpacking words leaves them: `a` has the
-// elements whose index modulo 8 is below 4, `b` the others.
+// Vectors of 8 fp32 numbers. Pairs of them are 16 elements, in the order in which unpacking words leaves them: `a` has
+// the elements whose index modulo 8 is below 4, `b` the others.
 
 using Floats = __m256;
 using Ints = __m256i;
@@ -34,7 +34,8 @@ HZ_INLINE Pair load(const uint16_t* bf16_bits) { return interleaved(_mm256_setze
 
 HZ_INLINE Pair load(const float* values) {
     const Ints low = load_ints(values), high = load_ints(values + 8);
-    return {as_floats(_mm256_permute2x128_si256(low, high, 0x20)), as_floats(_mm256_permute2x128_si256(low, high, 0x31))};
+    return {as_floats(_mm256_permute2x128_si256(low, high, 0x20)),
+            as_floats(_mm256_permute2x128_si256(low, high, 0x31))};
 }
 
 HZ_INLINE Pair converted(Pair ints) {
@@ -58,7 +59,8 @@ HZ_INLINE Pair merged(const uint16_t* hi, const int8_t* lo) {
 
 HZ_INLINE Ints guarded(Ints bits) {
     const Ints magnitude = _mm256_and_si256(bits, all(0x7fffffff));
-    const Ints special = _mm256_blendv_epi8(all(0x7fc00000), all(kInfinity), _mm256_cmpeq_epi32(magnitude, all(kInfinity)));
+    const Ints is_infinity = _mm256_cmpeq_epi32(magnitude, all(kInfinity));
+    const Ints special = _mm256_blendv_epi8(all(0x7fc00000), all(kInfinity), is_infinity);
     const Ints finite = _mm256_min_epi32(magnitude, all(kLargest24));
     const Ints found = _mm256_blendv_epi8(finite, special, _mm256_cmpgt_epi32(magnitude, all(kInfinity - 1)));
     return _mm256_or_si256(found, _mm256_andnot_si256(all(0x7fffffff), bits));

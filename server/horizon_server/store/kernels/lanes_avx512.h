@@ -1,5 +1,5 @@
-// Vectors of 16 fp32 numbers. A group of 32 elements is one pair of them, in the order in which unpacking words leaves them:
-// `a` has the elements whose index modulo 8 is below 4, `b` the others.
+// Vectors of 16 fp32 numbers. A group of 32 elements is one pair of them, in the order in which unpacking words leaves
+// them: `a` has the elements whose index modulo 8 is below 4, `b` the others.
 
 using Floats = __m512;
 using Ints = __m512i;
@@ -80,13 +80,17 @@ HZ_INLINE void split(Pair masters, uint16_t* hi, int8_t* lo) {
     const Ints low_words = _mm512_load_si512(word_order.low);
     const Ints high_words = _mm512_add_epi16(low_words, _mm512_set1_epi16(1));
     Ints a = _mm512_add_epi32(as_ints(masters.a), all(0x80)), b = _mm512_add_epi32(as_ints(masters.b), all(0x80));
-    Ints high = _mm512_permutex2var_epi16(_mm512_add_epi32(a, all(0x8000)), high_words, _mm512_add_epi32(b, all(0x8000)));
+    const auto high_of = [&](Ints a, Ints b) {
+        return _mm512_permutex2var_epi16(_mm512_add_epi32(a, all(0x8000)), high_words,
+                                         _mm512_add_epi32(b, all(0x8000)));
+    };
+    Ints high = high_of(a, b);
     // What needs a guard has an exponent of ones, but for NaN that no operation gives.
     const Ints exponents = _mm512_and_si512(high, all(0x7f807f80));
     if (__builtin_expect(_mm512_cmpeq_epi16_mask(exponents, all(0x7f807f80)) != 0, 0)) {
         a = _mm512_add_epi32(guarded(as_ints(masters.a)), all(0x80));
         b = _mm512_add_epi32(guarded(as_ints(masters.b)), all(0x80));
-        high = _mm512_permutex2var_epi16(_mm512_add_epi32(a, all(0x8000)), high_words, _mm512_add_epi32(b, all(0x8000)));
+        high = high_of(a, b);
     }
     const Ints low = _mm512_srli_epi16(_mm512_permutex2var_epi16(a, low_words, b), 8);
     _mm512_storeu_si512(hi, high);

@@ -1,5 +1,5 @@
-// Vectors of 4 fp32 numbers, which every compiler has; pairs of them are 8 elements in their order. For processors that no
-// other file of lanes is for.
+// Vectors of 4 fp32 numbers, which every compiler has; pairs of them are 8 elements in their order. For processors that
+// no other file of lanes is for.
 
 typedef float Floats __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
