@@ -15,6 +15,7 @@ import structlog
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DriveRates
+from horizon_server.planning.residency import moving_units, state_units
 from horizon_server.records.execution import Execution, OnDrives
 from horizon_server.records.plan import DriveUse
 from horizon_server.settings import Settings
@@ -75,17 +76,11 @@ def with_drives(
     folder: ModelFolder, execution: Execution, drives: NodeDrives, fits: Callable[[Execution], bool]
 ) -> Execution:
     """The same with the states of as few layers on drives as make it fit; of all layers where nothing does."""
-    units = [unit.index for unit in folder.layout.units if unit.kind == "layer" and unit.trained_elements]
+    units = _trained_layers(folder)
     planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution))
 
     def with_layers(number: int) -> Execution:
-        # Evenly spread, so that the optimizer never waits for many of them in a row.
-        chosen = tuple(
-            unit
-            for place, unit in enumerate(units)
-            if (place + 1) * number // len(units) > place * number // len(units)
-        )
-        on = OnDrives(units=chosen, planes=planes, folders=drives.folders)
+        on = OnDrives(units=_spread(units, number), planes=planes, folders=drives.folders)
         return dataclasses.replace(execution, drives=on)
 
     if not units or fits(execution):
@@ -99,14 +94,47 @@ def with_drives(
     return with_layers(many)
 
 
-def drive_use(layout: DriveLayout, drives: NodeDrives | None, num_steps: int | None) -> DriveUse | None:
-    """What a job on drives costs them; None where it has nothing there."""
-    if not layout.on.units:
+def kept_first(folder: ModelFolder, execution: Execution) -> Execution:
+    """The same with the states of as many layers on drives, but first of those whose states stay on the device: no step
+    reads these there or writes them. Where the layers that would change places differ in size, all stay in theirs: the
+    plan might not fit then."""
+    units, kept = _trained_layers(folder), {unit.index for unit in state_units(folder.layout, execution.residency)}
+    on_drives = [unit for unit in execution.drives.units if unit in units]
+    if not kept or not on_drives:
+        return execution
+    first, others = [unit for unit in units if unit in kept], [unit for unit in units if unit not in kept]
+    of_first = min(len(first), len(on_drives))
+    chosen = {*_spread(first, of_first), *_spread(others, len(on_drives) - of_first)}
+    size_of = {unit.index: unit.trained_elements for unit in folder.layout.units}
+    if sorted(size_of[unit] for unit in chosen) != sorted(size_of[unit] for unit in on_drives):
+        return execution
+    # What is not a layer stays where it is.
+    chosen |= set(execution.drives.units) - set(units)
+    return dataclasses.replace(execution, drives=dataclasses.replace(execution.drives, units=tuple(sorted(chosen))))
+
+
+def _trained_layers(folder: ModelFolder) -> list[int]:
+    return [unit.index for unit in folder.layout.units if unit.kind == "layer" and unit.trained_elements]
+
+
+def _spread(units: Sequence[int], number: int) -> tuple[int, ...]:
+    """This number of them, evenly spread, so that the optimizer never waits for many in a row."""
+    total = len(units)
+    return tuple(unit for i, unit in enumerate(units) if (i + 1) * number // total > i * number // total)
+
+
+def drive_use(
+    folder: ModelFolder, execution: Execution, drives: NodeDrives | None, num_steps: int | None
+) -> DriveUse | None:
+    """What a job on drives costs them; None where it has nothing there. What stays on the device is left out: it is
+    written where it goes home, before checkpoints, evaluations and turns, and not once a step."""
+    if not execution.drives.units:
         return None
+    moving = dataclasses.replace(execution.drives, units=moving_units(folder.layout, execution))
     use = DriveUse(
-        num_layers=len(layout.on.units),
-        num_bytes=layout.num_bytes,
-        num_drives=len(layout.on.folders),
+        num_layers=len(moving.units),
+        num_bytes=DriveLayout(folder.layout, moving).num_bytes,
+        num_drives=len(moving.folders),
         endurance_bytes=None if drives is None else drives.endurance_bytes,
     )
     return use if num_steps is None else use.of_steps(num_steps)

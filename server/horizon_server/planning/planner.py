@@ -398,7 +398,7 @@ class Planner:
         planes = lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes)
         if execution.drives.units:
             planes[INDEX_PLANE] = on_drives.index_bytes
-        use = drive_use(on_drives, drives, case.num_steps)
+        use = drive_use(folder, execution, drives, case.num_steps)
         check_wear(spec, use, drives)
         plan = Plan(
             **vars(settled.ledger),

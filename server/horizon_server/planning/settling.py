@@ -12,6 +12,7 @@ from typing import Literal
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.advice import why_not
 from horizon_server.planning.case import Case, placed
+from horizon_server.planning.drives import kept_first
 from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.records.execution import Execution, Residency
@@ -110,7 +111,7 @@ class _Way:
         fits = case.fits(ledger, execution)
         residency = None if prediction is None or not uses_spare else _residency(case, execution, ledger)
         if residency is not None:
-            execution = dataclasses.replace(execution, residency=residency)
+            execution = kept_first(case.folder, dataclasses.replace(execution, residency=residency))
             ledger, prediction = case.ledger(execution), case.prediction(execution)
         return cls(execution=execution, ledger=ledger, prediction=prediction, fits=fits)
 
@@ -164,7 +165,7 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
         return None
 
     def step_s(residency: Residency) -> float:
-        prediction = case.prediction(dataclasses.replace(execution, residency=residency))
+        prediction = case.prediction(kept_first(case.folder, dataclasses.replace(execution, residency=residency)))
         assert prediction is not None, "there was one without"
         return prediction.step_s
 
@@ -177,9 +178,8 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
     # Layers that run eagerly keep none.
     keeps_products = case.layer is None and case.compiles(execution) and not execution.chunk_tokens
     # Several ranks update what is in memory that they share, and the gradients of calls add up there. The device has no
-    # kernel for compressed states, and those on drives have another home.
-    has_states = execution.num_ranks == 1 and not execution.adds_up
-    has_states &= not layout.is_compressed and not execution.drives.units
+    # kernel for compressed states.
+    has_states = execution.num_ranks == 1 and not execution.adds_up and not layout.is_compressed
     return choose_residency(
         step_s,
         room_bytes=room_bytes,
