@@ -30,7 +30,7 @@ from horizon_server.records.execution import OnDrives
 from horizon_server.store import drive as drive_module
 from horizon_server.store.drive import DriveStates
 from horizon_server.store.drive_files import THREADS_PER_DRIVE, lent_files
-from horizon_server.store.drive_layout import INDEX_PLANE, PIECE_BYTES, DriveLayout, driven_planes, file_name
+from horizon_server.store.drive_layout import INDEX_PLANE, PIECE_BYTES, DriveLayout, DriveSpan, driven_planes, file_name
 from horizon_server.store.layout import StoreLayout, TensorLayout, UnitLayout
 from horizon_server.store.planes import lent_memory
 
@@ -75,7 +75,13 @@ def round_of(states: DriveStates, units: Sequence[int], land: Callable[[], None]
     states.read_ahead()
     for unit in units:
         land()
-        with states.updating(unit, lambda: None):
+        update(states, unit)
+
+
+def update(states: DriveStates, unit: int) -> None:
+    """Move the states of a unit, span by span, and change nothing."""
+    for part in states.parts(unit):
+        with states.updating(unit, part, lambda: None):
             pass
 
 
@@ -186,16 +192,17 @@ def emulated(folder: str, shape: Shape, *, alone: bool = False, num_steps: int =
         states.flush()
         stack.enter_context(mock.patch.object(drive_module, "_all_of", slow))
         forward, backward = list(drives.on.units), list(drives.on.units[::-1])
-        states._order = forward if shape.clips else backward
+        order = forward if shape.clips else backward
+        states._order = [DriveSpan(unit, number) for unit in order for number in range(len(states.parts(unit)))]
+        states._place = {span: place for place, span in enumerate(states._order)}
         seconds: list[float] = []
         updated = {unit: threading.Event() for unit in forward}
         queue = ThreadPoolExecutor(max_workers=1)
         for event in updated.values():
             event.set()
 
-        def update(unit: int) -> None:
-            with states.updating(unit, lambda: None):
-                pass
+        def update_and_tell(unit: int) -> None:
+            update(states, unit)
             updated[unit].set()
 
         for _ in range(num_steps + 2):
@@ -208,10 +215,10 @@ def emulated(folder: str, shape: Shape, *, alone: bool = False, num_steps: int =
                 time.sleep(shape.backward_s / _NUM_LAYERS)
                 if not shape.clips and not alone:
                     updated[unit].clear()
-                    queue.submit(update, unit)
+                    queue.submit(update_and_tell, unit)
             for unit in forward if shape.clips and not alone else ():
                 updated[unit].clear()
-                queue.submit(update, unit)
+                queue.submit(update_and_tell, unit)
             seconds.append(time.perf_counter() - started_s)
         queue.shutdown(wait=True)
         states.flush()

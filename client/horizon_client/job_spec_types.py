@@ -168,8 +168,9 @@ class MemorySpec(TypedDict, total=False):
     """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
 
     tier: Literal["ram", "drive"]
-    """ram: everything is in host memory. drive: the optimizer's states of as many layers as do not fit there are on the
-    node's drives (its setting tier_dirs; docs/drives.md). The result is the same. Default: 'ram'."""
+    """ram: everything is in host memory. drive: the optimizer's states of as many layers as do not fit there, and then
+    of head and embedding, are on the node's drives (its setting tier_dirs; docs/drives.md). The result is the same.
+    Default: 'ram'."""
     accept_wear: bool
     """Let a job with tier drive write more than 5 % of what the node's drives are rated for (its setting
     tier_endurance_bytes), or any number of bytes where that is not known. Default: False."""

@@ -385,6 +385,8 @@ class DriveUse:
     """What the drives together are rated to be written in their life; None where the node does not know."""
     endurance_share: float | None
     """Of that, the share that the whole job writes; None while one of both is not known."""
+    num_ends: int
+    """Of head and embedding, those whose states are there too: the head first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.drives import drive_folders, on_drives, store_on_drives
+from tests.support.drives import drive_folders, on_drives, store_on_drives, values_of
 from tests.support.plans import settings
 from tests.support.tiny_models import Run, TinyModel
 from tests.support.worker_attempts import (
@@ -49,8 +49,7 @@ def on_drive(tmp_path: Path) -> Any:
             on = on_drives(layout, drive_folders(tmp_path), **which)
             store = stores.enter_context(store_on_drives(layout, on, grad_dtype=grad_dtype))
             for name, weight in model.weights.items():
-                with store.writing(name, "lo"):
-                    store.write_master(name, weight)
+                store.write_master(name, weight)
             store.start_training(1)
             store.take_traffic()
             return store
@@ -60,12 +59,9 @@ def on_drive(tmp_path: Path) -> Any:
 
 def state_of(store: HostStore) -> dict[str, torch.Tensor]:
     """All masters and moments by name and plane."""
-    found = {}
-    for _, tensor in store.layout.tensors():
-        for plane in ("hi", "lo", "exp_avg", "exp_avg_sq"):
-            with store.reading(tensor.name, plane):
-                found[f"{tensor.name}/{plane}"] = store.tensor(tensor.name, plane).clone()
-    return found
+    names = [tensor.name for _, tensor in store.layout.tensors()]
+    planes = ("hi", "lo", "exp_avg", "exp_avg_sq")
+    return {f"{name}/{plane}": values_of(store, name, plane) for name in names for plane in planes}
 
 
 def assert_same_state(one: HostStore, other: HostStore) -> None:
@@ -79,8 +75,19 @@ CASES: dict[str, dict[str, Any]] = {
     "updates in backward": {"max_grad_norm": None},
     "bf16, low halves too": {"dtype": torch.bfloat16},
     "bf16, updates in backward": {"dtype": torch.bfloat16, "max_grad_norm": None},
-    "some of the layers": {"layers": (2,)},
+    "some of the layers": {"units": (2,)},
     "the least memory": {"slots": 1},
+    "several spans a tensor": {"span": 96},
+    "several spans a tensor, updates in backward": {"span": 4096, "max_grad_norm": None, "dtype": torch.bfloat16},
+    "all units": {"units": range(5), "span": 2048},
+    "all units, one slot, low halves too": {"units": range(5), "span": 1056, "slots": 1, "dtype": torch.bfloat16},
+    "all units, updates in backward": {"units": range(5), "span": 2048, "max_grad_norm": None},
+    "all units, updates in backward in bf16": {
+        "units": range(5),
+        "span": 96,
+        "max_grad_norm": None,
+        "dtype": torch.bfloat16,
+    },
 }
 
 
@@ -97,7 +104,7 @@ def test_states_on_drives_learn_the_same_bytes(
 ) -> None:
     options = dict(CASES[case])
     dtype = options.pop("dtype", torch.float32)
-    which = {name: options.pop(name) for name in ("layers", "slots") if name in options}
+    which = {name: options.pop(name) for name in ("units", "slots", "span") if name in options}
     clips = options.get("max_grad_norm", 1.0) is not None
     grad_dtype = (torch.float32 if dtype is torch.float32 else torch.bfloat16) if clips else None
     model = tiny_model(model_type)
@@ -168,31 +175,38 @@ def every_turn_is_wanted_back(line: Line) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("train", "react"),
+    ("train", "react", "sizes", "span"),
     [
-        ({}, every_turn_is_wanted_back),
-        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, every_turn_is_wanted_back),
+        ({}, every_turn_is_wanted_back, {}, 0),
+        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, every_turn_is_wanted_back, {}, 0),
         # Adapters in every layer, whose frozen weights may be those of other jobs too.
-        ({"trainable": "lora", "lora": {"rank": 4}}, always),
-        ({"trainable": "lora", "lora": {"rank": 4, "dora": True}, "compute_dtype": "bfloat16"}, always),
-        ({"trainable": [r"layers\.[12]\."]}, always),
+        ({"trainable": "lora", "lora": {"rank": 4}}, always, {}, 0),
+        ({"trainable": "lora", "lora": {"rank": 4, "dora": True}, "compute_dtype": "bfloat16"}, always, {}, 0),
+        ({"trainable": [r"layers\.[12]\."]}, always, {}, 0),
+        # All units, in spans that begin and end within tensors.
+        ({}, every_turn_is_wanted_back, {}, 96),
+        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, every_turn_is_wanted_back, {}, 2080),
+        ({"max_grad_norm": None, "compute_dtype": "bfloat16"}, always, {"tie_word_embeddings": True}, 96),
+        ({"trainable": "lora", "lora": {"rank": 4, "dora": True}}, always, {}, 32),
+        ({"optimizer_states": "compressed"}, always, {"hidden_size": 64}, 1056),
+        ({"optimizer_states": "compressed", "max_grad_norm": None}, always, {"hidden_size": 64}, 32),
     ],
 )
 def test_jobs_with_turns_evaluations_and_adapters_end_with_the_same_files(
-    train: dict[str, Any], react: Any, tmp_path: Path
+    train: dict[str, Any], react: Any, sizes: dict[str, Any], span: int, tmp_path: Path
 ) -> None:
     spec = spec_of(5, train=train, checkpoint={"every_steps": 2, "keep_last": 9}, **EVALUATED)
     folders = drive_folders(tmp_path)
     for name in ("memory", "drives", "resumed"):
         (tmp_path / name).mkdir()
-        write_inputs(tmp_path / name, "llama")
+        write_inputs(tmp_path / name, "llama", **sizes)
     attempt(tmp_path / "memory", spec, Daemon(react))
-    attempt(tmp_path / "drives", spec, Daemon(react), folders=folders)
+    attempt(tmp_path / "drives", spec, Daemon(react), folders=folders, span=span)
     wanted = result(tmp_path / "memory", 5)
     assert_same(wanted, result(tmp_path / "drives", 5))
     # A checkpoint made in memory is continued on drives.
     shutil.copytree(tmp_path / "memory/checkpoints/step-00000002", tmp_path / "resumed/checkpoints/step-00000002")
-    attempt(tmp_path / "resumed", spec, Daemon(react), resume_at=2, folders=folders)
+    attempt(tmp_path / "resumed", spec, Daemon(react), resume_at=2, folders=folders, span=span)
     assert_same(wanted, result(tmp_path / "resumed", 5))
 
 
@@ -211,8 +225,7 @@ def test_a_session_on_drives_loads_what_one_in_memory_saved(
 
         def write(store: HostStore = store) -> None:
             for name, weight in model.weights.items():
-                with store.writing(name, "lo"):
-                    store.write_master(name, weight / 2)
+                store.write_master(name, weight / 2)
             for moments in store.zero(["exp_avg", "exp_avg_sq"]):
                 moments.zero_()
 

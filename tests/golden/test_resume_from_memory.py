@@ -113,22 +113,25 @@ def live_once(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "train", "on_drives"),
+    ("model_type", "train", "on_drives", "span"),
     [
         # Updates of all units overlap with the next step; the table's rows are updated apart.
-        ("llama", {}, False),
+        ("llama", {}, False, 0),
         # Each unit is updated in backward, as its gradient lands.
-        ("llama", {"max_grad_norm": None}, False),
-        ("llama", {"optimizer_states": "compressed"}, False),
-        ("llama", {"optimizer_states": "compressed"}, True),
+        ("llama", {"max_grad_norm": None}, False, 0),
+        ("llama", {"optimizer_states": "compressed"}, False, 0),
+        ("llama", {"optimizer_states": "compressed"}, True, 0),
         # The killed one has its states on drives, and the undisturbed one in memory.
-        ("llama", {}, True),
-        ("llama", {"max_grad_norm": None, "compute_dtype": "bfloat16"}, True),
-        *further(("gpt2", {}, False)),
+        ("llama", {}, True, 0),
+        ("llama", {"max_grad_norm": None, "compute_dtype": "bfloat16"}, True, 0),
+        # Head and table too, span by span.
+        ("llama", {}, True, 1056),
+        ("llama", {"max_grad_norm": None, "optimizer_states": "compressed"}, True, 1056),
+        *further(("gpt2", {}, False, 0)),
     ],
 )
 def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
-    processes: ForkServerContext, model_type: str, train: dict[str, Any], on_drives: bool, tmp_path: Path
+    processes: ForkServerContext, model_type: str, train: dict[str, Any], on_drives: bool, span: int, tmp_path: Path
 ) -> None:
     folders = drive_folders(tmp_path) if on_drives else ()
     spec = spec_of(NUM_STEPS, train={"epochs": None, **train}, checkpoint={"every_steps": SAVE_EVERY})
@@ -143,7 +146,7 @@ def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturb
     assert list(wanted) == list(range(1, NUM_STEPS + 1))
 
     chance = random.Random(7)
-    with worker_request(tmp_path / "killed", spec, folders=folders) as request:
+    with worker_request(tmp_path / "killed", spec, folders=folders, span=span) as request:
         for kill in range(NUM_KILLS):
             # On a busy machine every other kill may cut an update.
             rests = kill == NUM_KILLS // 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_server.records.execution import OnDrives
+from horizon_server.records.execution import SPAN_ELEMENTS, OnDrives
 from horizon_server.store.drive_files import lent_files, measure
 from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout, driven_planes
 from horizon_server.store.host_store import HostStore
@@ -29,13 +29,32 @@ def drive_folders(parent: Path, number: int = 2) -> tuple[str, ...]:
 
 
 def on_drives(
-    layout: StoreLayout, folders: Sequence[str], *, with_lo: bool = False, layers: Sequence[int] = (), slots: int = 3
+    layout: StoreLayout,
+    folders: Sequence[str],
+    *,
+    with_lo: bool = False,
+    units: Sequence[int] = (),
+    slots: int = 3,
+    span: int = SPAN_ELEMENTS,
 ) -> OnDrives:
-    """The states of these layers, by unit, on drives; of all layers without."""
-    units = tuple(layers) or tuple(unit.index for unit in layout.units if unit.kind == "layer")
+    """The states of these units on drives, in spans of so many elements; of all layers without."""
+    layers = (unit.index for unit in layout.units if unit.kind == "layer" and unit.trained_elements)
     return OnDrives(
-        units=units, planes=driven_planes(layout, with_lo=with_lo), folders=tuple(folders), ring_slots=slots
+        units=tuple(units) or tuple(layers),
+        planes=driven_planes(layout, with_lo=with_lo),
+        folders=tuple(folders),
+        ring_slots=slots,
+        span_elements=span,
     )
+
+
+def values_of(store: HostStore, name: str, plane: str) -> torch.Tensor:
+    """A copy of what a plane has of a parameter, wherever it is."""
+    found = []
+    for stretch in store.stretches(name):
+        with store.reading(name, plane, stretch):
+            found.append(store.flat(name, plane, stretch).clone())
+    return torch.cat(found)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from horizon_server.events import TurnWanted
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.execution import NOTHING_STAYS, Parallel, Residency
+from horizon_server.records.execution import NOTHING_STAYS, SPAN_ELEMENTS, Parallel, Residency
 from horizon_server.settings import load_settings
 from horizon_server.spec import EVERYTHING, JobSpec, parse_job_spec
 from horizon_server.store import base_plane
@@ -94,11 +94,12 @@ def worker_request(
     numa_nodes: tuple[int, ...] = (),
     base_fd: int | None = None,
     folders: tuple[str, ...] = (),
+    span: int = 0,
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
     that, and `base_fd` is the memory of the base that it shares with another job. With `folders`, the states of all
-    layers are on drives."""
+    layers are on drives; with `span` too, those of all units, in spans of so many elements."""
     plan = Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
@@ -121,7 +122,9 @@ def worker_request(
     if folders:
         # As the planner has it: what adapters or frozen tensors have there may be computed with, or be others' too.
         with_lo = execution.compute_dtype == "bfloat16" and spec.train.trainable == EVERYTHING
-        execution = dataclasses.replace(execution, drives=on_drives(layout, folders, with_lo=with_lo))
+        units = [unit.index for unit in layout.units if unit.trained_elements] if span else ()
+        on = on_drives(layout, folders, with_lo=with_lo, units=units, span=span or SPAN_ELEMENTS)
+        execution = dataclasses.replace(execution, drives=on)
     drives = DriveLayout(layout, execution.drives)
     base = None if num_nodes > 1 else plan.base
     plane_bytes = lent_planes(layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=lanes)

@@ -213,8 +213,9 @@ def _division_text(plan: MemoryPlan) -> str:
 
 
 def _drives_text(use: DriveUse) -> str:
-    layers = f"states of {use.num_layers} layer{'' if use.num_layers == 1 else 's'} ({bytes_text(use.num_bytes)})"
-    text = f"{layers}, read and written once a step"
+    layers = f"states of {use.num_layers} layer{'' if use.num_layers == 1 else 's'}"
+    layers += ("", " and of the head", ", the head and the embedding")[use.num_ends]
+    text = f"{layers} ({bytes_text(use.num_bytes)}), read and written once a step"
     if use.written_bytes is not None:
         text += f"; the job writes {bytes_text(use.written_bytes)}"
     if use.endurance_share is not None:

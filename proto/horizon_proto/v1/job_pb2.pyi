@@ -2167,6 +2167,7 @@ class DriveUse(google.protobuf.message.Message):
     WRITTEN_BYTES_FIELD_NUMBER: builtins.int
     ENDURANCE_BYTES_FIELD_NUMBER: builtins.int
     ENDURANCE_SHARE_FIELD_NUMBER: builtins.int
+    NUM_ENDS_FIELD_NUMBER: builtins.int
     num_layers: builtins.int
     """Layers whose states are there."""
     num_bytes: builtins.int
@@ -2179,6 +2180,8 @@ class DriveUse(google.protobuf.message.Message):
     """What the drives together are rated to be written in their life; unset where the node does not know."""
     endurance_share: builtins.float
     """Of that, the share that the whole job writes; unset while one of both is not known."""
+    num_ends: builtins.int
+    """Of head and embedding, those whose states are there too: the head first."""
     def __init__(
         self,
         *,
@@ -2188,9 +2191,10 @@ class DriveUse(google.protobuf.message.Message):
         written_bytes: builtins.int | None = ...,
         endurance_bytes: builtins.int | None = ...,
         endurance_share: builtins.float | None = ...,
+        num_ends: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_endurance_bytes", b"_endurance_bytes", "_endurance_share", b"_endurance_share", "_written_bytes", b"_written_bytes", "endurance_bytes", b"endurance_bytes", "endurance_share", b"endurance_share", "written_bytes", b"written_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_endurance_bytes", b"_endurance_bytes", "_endurance_share", b"_endurance_share", "_written_bytes", b"_written_bytes", "endurance_bytes", b"endurance_bytes", "endurance_share", b"endurance_share", "num_bytes", b"num_bytes", "num_drives", b"num_drives", "num_layers", b"num_layers", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_endurance_bytes", b"_endurance_bytes", "_endurance_share", b"_endurance_share", "_written_bytes", b"_written_bytes", "endurance_bytes", b"endurance_bytes", "endurance_share", b"endurance_share", "num_bytes", b"num_bytes", "num_drives", b"num_drives", "num_ends", b"num_ends", "num_layers", b"num_layers", "written_bytes", b"written_bytes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_endurance_bytes", b"_endurance_bytes"]) -> typing.Literal["endurance_bytes"] | None: ...
     @typing.overload

@@ -185,6 +185,8 @@ class DeviceStates:
             if not tensor.trained:
                 continue
             opened = store.writing if writes else store.reading
-            with opened(tensor.name, plane):
-                yield store.flat(tensor.name, plane), slice(tensor.offset, tensor.offset + tensor.num_elements)
-                queue.record().wait()
+            for part in store.stretches(tensor.name):
+                with opened(tensor.name, plane, part):
+                    home = store.flat(tensor.name, plane, part)
+                    yield home, slice(tensor.offset + part.start, tensor.offset + part.start + len(home))
+                    queue.record().wait()

@@ -105,9 +105,10 @@ class DividedStore(HostStore):
         return super().held(plane) if plane == "packed" else self._of_node(plane, self._node)
 
     @contextmanager
-    def reading(self, name: str, plane: str) -> Iterator[None]:
-        """As HostStore, on the first node; the memory of what is not its own is given back at the end."""
-        key, whole = (name, plane), self._stretch(name, plane)
+    def reading(self, name: str, plane: str, stretch: slice) -> Iterator[None]:
+        """As HostStore, on the first node; the memory of what is not its own is given back at the end. Nothing is on
+        drives here: a stretch is a whole parameter."""
+        key, whole = (name, plane), self._whole(name, plane)
         with self._lock:
             # Several files of a checkpoint may hold what follows from one tensor.
             if not self._num_users[key]:
@@ -122,9 +123,9 @@ class DividedStore(HostStore):
                     self._give_back(plane, whole)
 
     @contextmanager
-    def writing(self, name: str, plane: str, *, reads: bool = False) -> Iterator[None]:
+    def writing(self, name: str, plane: str, stretch: slice, *, reads: bool = False) -> Iterator[None]:
         """As HostStore, on the first node."""
-        whole = self._stretch(name, plane)
+        whole = self._whole(name, plane)
         if reads:
             with self._lock:
                 self._collect(plane, whole)
@@ -249,7 +250,7 @@ class DividedStore(HostStore):
         cut = [slice(max(part.start, whole.start), min(part.stop, whole.stop)) for part in self._of_node(plane, node)]
         return [part for part in cut if part.start < part.stop]
 
-    def _stretch(self, name: str, plane: str) -> slice:
+    def _whole(self, name: str, plane: str) -> slice:
         """Where a plane has a parameter."""
         unit, place = self.layout.find(name)
         if plane == "packed":

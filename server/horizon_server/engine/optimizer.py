@@ -4,7 +4,8 @@ the host, but for the units whose states are on the device, which it updates mea
 That order is: layer 0, the embedding, the other layers, the head. A pass uses few rows of a large table, and which ones
 is known when it begins. So where the model looks its table up by rows, the table's update is held back until then: the
 rows in use are updated first, on a queue of their own, next to layer 0; all other rows come after the head, when
-nothing waits for them.
+nothing waits for them. A table whose states are on drives is updated as a whole in its place, span by span: its rows in
+use are all over the drives.
 
 Where gradients are kept until the norm is known, the update is deferred: `submit` takes a whole step, which is finite.
 Where they are not, each unit is updated in backward, as its gradient lands: `begin` and then `update_landed`, in the
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from horizon_server import progress
-from horizon_server.engine.device.protocol import Device, Event, Queue, Work
+from horizon_server.engine.device.protocol import Device, Event, Queue
 from horizon_server.engine.device_states import DeviceStates
 from horizon_server.engine.ranks import ALONE, RankEvent, Ranks
 from horizon_server.recipe import Recipe
@@ -66,7 +67,9 @@ class Optimizer:
         ranks: Ranks = ALONE,
         states: DeviceStates | None = None,
     ) -> None:
-        self._store, self._num_threads, self._table, self._ranks = store, num_threads, table, ranks
+        self._store, self._num_threads, self._ranks = store, num_threads, ranks
+        # Of the table whose update is held back.
+        self._table = None if store.is_on_drives(0) else table
         self._device = device
         self._ownership = ranks.ownership(store.layout)
         self.queue = device.host_queue("optimizer")
@@ -104,16 +107,8 @@ class Optimizer:
             if self.states.holds(unit.index):
                 self._queue_update_on_device(unit.index, hyper, lambda: True, lambda: reached)
                 continue
-            work = partial(
-                update_unit,
-                self._store,
-                unit.index,
-                hyper,
-                num_threads=self._num_threads,
-                only=reached,
-                part=self._owned(unit.index),
-            )
-            self._queue_update(unit.index, work)
+            of_unit = gradient if unit is embedding else None
+            self._queue_update(unit.index, partial(self._update_part, unit.index, hyper, of_unit, reached))
         if self._table is not None:
             if gradient is None:
                 table_VD = self._store.tensor(self._table, "grad")
@@ -148,7 +143,7 @@ class Optimizer:
             self._queue_update_on_device(unit_index, hyper, is_finite, reached)
             return
         self.queue.wait(landed)
-        if isinstance(gradient, RowGradient):
+        if isinstance(gradient, RowGradient) and self._table is not None:
 
             def update_table(rows_U: Tensor) -> None:
                 if is_finite():
@@ -158,18 +153,9 @@ class Optimizer:
             self._hold(_HeldUpdate(update=update_table, generation=self.generation, ready=self.queue.record()))
             return
 
-        def update() -> None:
-            if not is_finite():
-                return
-            update_unit(
-                self._store,
-                unit_index,
-                hyper,
-                num_threads=self._num_threads,
-                grad=gradient,
-                only=reached(),
-                part=self._owned(unit_index),
-            )
+        def update(part: slice) -> None:
+            if is_finite():
+                self._update_part(unit_index, hyper, gradient, reached(), part)
 
         self._queue_update(unit_index, update)
 
@@ -238,13 +224,28 @@ class Optimizer:
     def _owned(self, unit_index: int) -> slice:
         return self._ownership.trained(unit_index)[self._ranks.rank]
 
-    def _queue_update(self, unit_index: int, work: Work, generation: int | None = None) -> None:
+    def _update_part(
+        self, unit_index: int, hyper: AdamWStep, gradient: Tensor | RowGradient | None, reached: Set[str], part: slice
+    ) -> None:
+        """Update these elements of what this rank owns of a unit. `gradient` has all that it owns, or is in the
+        store."""
+        owned = self._owned(unit_index)
+        if isinstance(gradient, RowGradient):
+            gradient = gradient.part(part)
+        elif gradient is not None:
+            gradient = gradient[part.start - owned.start : part.stop - owned.start]
+        update_unit(
+            self._store, unit_index, hyper, num_threads=self._num_threads, grad=gradient, only=reached, part=part
+        )
+
+    def _queue_update(self, unit_index: int, work: Callable[[slice], None], generation: int | None = None) -> None:
+        """Queue `work` on what this rank owns of a unit, part by part."""
         number = self.generation if generation is None else generation
 
         def update() -> None:
             self._store.generations.begin(unit_index, number)
-            with self._store.updating(unit_index, partial(self._store.generations.end, unit_index, number)):
-                work()
+            done = partial(self._store.generations.end, unit_index, number)
+            self._store.update(unit_index, self._owned(unit_index), work, done)
             progress.advance()
 
         self.queue.submit(update, label=f"update {unit_index}")
@@ -295,7 +296,7 @@ class Optimizer:
             # So that whatever waits for the rest has waited for these rows too.
             self.queue.wait(self._rows_in_use[1])
             done_V[rows_U] = True
-        self._queue_update(0, lambda: held.update((~done_V).nonzero()[:, 0]), held.generation)
+        self._queue_update(0, lambda _: held.update((~done_V).nonzero()[:, 0]), held.generation)
 
     def _update_rows(self, hyper: AdamWStep, gradient: RowGradient, reached: Set[str], rows_U: Tensor) -> None:
         assert self._table is not None

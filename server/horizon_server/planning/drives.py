@@ -1,4 +1,4 @@
-"""Which layers' states a job has on the node's drives, what that costs, and which drives there are. Loads no torch."""
+"""Which units' states a job has on the node's drives, what that costs, and which drives there are. Loads no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DriveRates
 from horizon_server.planning.residency import moving_units, state_units
-from horizon_server.records.execution import Execution, OnDrives
+from horizon_server.records.execution import SPAN_ELEMENTS, Execution, OnDrives
 from horizon_server.records.plan import DriveUse
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec
@@ -75,23 +75,34 @@ def check_drives(spec: JobSpec, drives: NodeDrives | None) -> None:
 def with_drives(
     folder: ModelFolder, execution: Execution, drives: NodeDrives, fits: Callable[[Execution], bool]
 ) -> Execution:
-    """The same with the states of as few layers on drives as make it fit; of all layers where nothing does."""
-    units = _trained_layers(folder)
-    planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution))
+    """The same with the states of as few units on drives as make it fit; of all where nothing does.
 
-    def with_layers(number: int) -> Execution:
-        on = OnDrives(units=_spread(units, number), planes=planes, folders=drives.folders)
+    Layers come first, and the embedding last: what the next step begins with waits for all of it, and where it is in
+    memory for the rows in use alone.
+    """
+    layers = _trained_layers(folder)
+    trained = [unit for unit in folder.layout.units if unit.trained_elements]
+    ends = [unit.index for kind in ("head", "embedding") for unit in trained if unit.kind == kind]
+    # The ring of small layers does not grow with what comes to them: each unit more saves memory.
+    largest = max((folder.layout.units[unit].trained_elements for unit in layers or ends), default=0)
+    span_elements = min(SPAN_ELEMENTS, largest)
+
+    def with_units(number: int) -> Execution:
+        of_layers = min(number, len(layers))
+        units = tuple(sorted([*_spread(layers, of_layers), *ends[: number - of_layers]]))
+        planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution, units))
+        on = OnDrives(units=units, planes=planes, folders=drives.folders, span_elements=span_elements)
         return dataclasses.replace(execution, drives=on)
 
-    if not units or fits(execution):
+    few, many = 0, len(layers) + len(ends)
+    if not many or fits(execution):
         return execution
-    few, many = 0, len(units)
-    if not fits(with_layers(many)):
-        return with_layers(many)
+    if not fits(with_units(many)):
+        return with_units(many)
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (few, middle) if fits(with_layers(middle)) else (middle, many)
-    return with_layers(many)
+        few, many = (few, middle) if fits(with_units(middle)) else (middle, many)
+    return with_units(many)
 
 
 def kept_first(folder: ModelFolder, execution: Execution) -> Execution:
@@ -132,7 +143,8 @@ def drive_use(
         return None
     moving = dataclasses.replace(execution.drives, units=moving_units(folder.layout, execution))
     use = DriveUse(
-        num_layers=len(moving.units),
+        num_layers=sum(folder.layout.units[unit].kind == "layer" for unit in moving.units),
+        num_ends=sum(folder.layout.units[unit].kind != "layer" for unit in moving.units),
         num_bytes=DriveLayout(folder.layout, moving).num_bytes,
         num_drives=len(moving.folders),
         endurance_bytes=None if drives is None else drives.endurance_bytes,
@@ -169,14 +181,13 @@ def space_warnings(layout: DriveLayout) -> list[str]:
     return warnings
 
 
-def _leaves_lo_alone(folder: ModelFolder, execution: Execution) -> bool:
-    """Whether nothing is computed with the low halves of the weights of layers, and they are this job's alone."""
+def _leaves_lo_alone(folder: ModelFolder, execution: Execution, units: Sequence[int]) -> bool:
+    """Whether nothing is computed with the low halves of the weights of these units, and they are this job's alone."""
     if execution.compute_dtype == "float32":
         return False
     names = re.compile("|".join([*folder.shape.kept_in_fp32, re.escape(MAGNITUDE)]))
-    layers = [unit for unit in folder.layout.units if unit.kind == "layer"]
     return all(
         tensor.trained and not tensor.adapts and names.search(tensor.name) is None
-        for unit in layers
-        for tensor in unit.tensors
+        for unit in units
+        for tensor in folder.layout.units[unit].tensors
     )

@@ -253,8 +253,11 @@ def plan_memory(
     if execution.drives.units:
         for unit in execution.drives.units:
             for plane in execution.drives.planes:
-                host["weights" if plane == "lo" else "moments"] -= state_bytes(layout, unit, (plane,))
+                host["weights" if plane in ("lo", "lo8") else "moments"] -= state_bytes(layout, unit, (plane,))
         host["staging"] += drives.ring_bytes + drives.index_bytes
+        if layout.has_row_gradients and 0 in execution.drives.units:
+            # The rows of a span, with the zeros between them.
+            host["staging"] += drives.parts(0)[0].stop * (execution.grad_bytes or element_bytes)
         host["other"] += len(execution.drives.folders) * THREADS_PER_DRIVE * _DRIVE_THREAD_BYTES
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.

@@ -63,16 +63,22 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class DriveWork:
-    """States on drives: seconds of reading and writing those of each unit, and how many units' are in memory at a
-    time."""
+    """States on drives: seconds of reading and writing those of each unit, into how many spans they are cut, and how
+    many spans are in memory at a time."""
 
     seconds: Mapping[int, float] = field(default_factory=dict)
+    spans: Mapping[int, int] = field(default_factory=dict)
+    """One where it does not say."""
     num_slots: int = 1
+
+    def spans_of(self, unit: int) -> int:
+        """Into how many spans the states of a unit are cut."""
+        return self.spans.get(unit, 1)
 
 
 @dataclass
 class _Drives:
-    """The queue of the drives, which read and write in turn. `ready` is when the states of the units that come next in
+    """The queue of the drives, which read and write in turn. `ready` is when the states of the spans that come next in
     the optimizer's order are in memory."""
 
     work: DriveWork
@@ -87,10 +93,12 @@ class _Drives:
         its place, is in the queue then."""
         if unit not in self.work.seconds:
             return start + seconds
-        done = max(start, self.ready.popleft()) + seconds
-        self.busy = max(self.busy, done) + self.work.seconds[unit]
-        self.ready.append(self.busy)
-        return done
+        number = self.work.spans_of(unit)
+        for _ in range(number):
+            start = max(start, self.ready.popleft()) + seconds / number
+            self.busy = max(self.busy, start) + self.work.seconds[unit] / number
+            self.ready.append(self.busy)
+        return start
 
 
 NO_DRIVES = DriveWork()

@@ -146,16 +146,18 @@ class Seconds:
     def drive_wait_s(self, *, updates_in_backward: bool) -> float:
         """Where all queues run on the processors that compute: what a step is longer because drives, which run beside
         them, are slower than what hides them."""
-        drive_s, whole_s = sum(self.drives.seconds.values()), sum(self.busy().values())
+        # The step begins with the table's rows, so nothing hides the table's states.
+        table_s = self.drives.seconds.get(0, 0.0)
+        drive_s, whole_s = sum(self.drives.seconds.values()) - table_s, sum(self.busy().values())
         hidden_s, ahead_s = whole_s, 0.0
         if not updates_in_backward and drive_s:
             # What fits into memory is read ahead in backward; all else is between the first update and the head.
-            ahead_s = drive_s * min(1.0, self.drives.num_slots / len(self.drives.seconds))
+            ahead_s = drive_s * min(1.0, self.drives.num_slots / sum(map(self.drives.spans_of, self.drives.seconds)))
             forward_s = sum(
                 visit.upload_s + visit.compute_s + visit.download_s for visit in self.visits if not visit.gradient
             )
             hidden_s = forward_s + sum(seconds for _, seconds in self.updates)
-        return max(0.0, drive_s - ahead_s - hidden_s, drive_s - whole_s)
+        return table_s + max(0.0, drive_s - ahead_s - hidden_s, drive_s - whole_s)
 
     def waiting_s(self) -> float:
         """Where ranks share the processors: what a step is longer because some wait for others meanwhile, for a layer
@@ -331,7 +333,9 @@ def _drive_work(work: StepWork, rates: DeviceRates) -> DriveWork:
         return NO_DRIVES
     each_s = 1 / rates.drives.read_bytes_per_s + 1 / rates.drives.write_bytes_per_s
     return DriveWork(
-        seconds={unit: num_bytes * each_s for unit, num_bytes in work.drive_bytes}, num_slots=work.ring_slots
+        seconds={unit: num_bytes * each_s for unit, num_bytes in work.drive_bytes},
+        spans=dict(work.drive_spans),
+        num_slots=work.ring_slots,
     )
 
 

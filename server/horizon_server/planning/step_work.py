@@ -31,7 +31,7 @@ from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import RING_SLOTS, DeviceKind, Execution
 from horizon_server.store.adapters import adapted_sizes, scaled_sizes
-from horizon_server.store.drive_layout import state_bytes
+from horizon_server.store.drive_layout import DriveLayout, state_bytes
 from horizon_server.store.layout import UnitLayout
 from horizon_server.store.ownership import Ownership
 
@@ -210,8 +210,10 @@ class StepWork:
     """Of it, what a rank's head reads."""
     drive_bytes: tuple[tuple[int, int], ...] = ()
     """Unit and bytes of the states that are read from drives and written to them."""
+    drive_spans: tuple[tuple[int, int], ...] = ()
+    """Unit and number of the spans that these are cut into."""
     ring_slots: int = RING_SLOTS
-    """Units whose states are in memory on their way."""
+    """Spans whose states are in memory on their way."""
     longest_share: float = 1.0
     """Tokens of the rank that has the most documents, in units of an equal part: the others wait for it."""
 
@@ -227,6 +229,7 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
     # Where rows are computed in chunks, hidden states come and go in the same way as from other ranks.
     hops = by_layers or (execution.chunk_tokens > 0 and execution.activation_placement == "host")
     hop_bytes = sum(whole.lengths) * folder.shape.hidden_size * execution.element_bytes if hops else 0
+    drives = DriveLayout(folder.layout, execution.drives)
     return StepWork(
         num_tokens=recipe.tokens_per_step,
         hidden_size=folder.shape.hidden_size,
@@ -252,6 +255,7 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
             (unit, state_bytes(folder.layout, unit, execution.drives.planes))
             for unit in moving_units(folder.layout, execution)
         ),
+        drive_spans=tuple((unit, len(drives.parts(unit))) for unit in moving_units(folder.layout, execution)),
         ring_slots=execution.drives.ring_slots,
         longest_share=sum(of_rank.lengths) * execution.num_ranks / recipe.tokens_per_step,
     )
@@ -569,7 +573,10 @@ class _Counter:
         is_there = kept or residency.resident_table or (tied_stays and not table)
         # All rows of a tied table have a gradient, from the head.
         by_rows = self.facts.sends_rows and not tied
-        first = trained_rows if by_rows else table
+        on_drives = 0 in self.execution.drives.units
+        # On drives it is updated as a whole, from rows to which the zeros between them are added.
+        first = trained_rows if by_rows and not on_drives else table
+        padding_bytes = 2 * table * self.grad_bytes if by_rows and on_drives else 0
         return EmbeddingTraffic(
             rows_up_bytes=0 if is_there else rows * self.element,
             rows_up_again_bytes=0 if is_there or tied_stays else rows * self.element,
@@ -577,7 +584,7 @@ class _Counter:
             table_down_bytes=table * self.grad_bytes * self._download_share if tied else 0,
             clear_host_bytes=0 if kept or tied or by_rows else table * self.grad_bytes,
             gradient_bytes=_ROW_GRADIENT_PASSES * self.element * trained_rows * self.num_micro_batches,
-            first_update_bytes=0 if kept else first * self.exact_update_bytes,
+            first_update_bytes=0 if kept else first * self.exact_update_bytes + padding_bytes,
             last_update_bytes=0 if kept else (table - first) * self.exact_update_bytes,
             peer_rows_bytes=self._peer_rows_bytes() if self._by_layers and table else 0,
         )

@@ -82,18 +82,23 @@ class Residency:
 NOTHING_STAYS = Residency()
 
 RING_SLOTS = 3
-"""Layers whose states are in memory between drives and update: one is read, one updated, one written."""
+"""Spans whose states are in memory between drives and update: one is read, one updated, one written."""
+SPAN_ELEMENTS = 1 << 24
+"""Of a unit, on the way between drives and update at once: exact states of 160 MiB, which are 20 pieces, so that many
+drives read at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnDrives:
-    """What of the optimizer's state is on the node's drives: these `planes` of these units, which are layers. `folders`
-    has one folder for each drive."""
+    """What of the optimizer's state is on the node's drives: these `planes` of these units, in their order. `folders`
+    has one folder for each drive. States move in spans of `span_elements` of a unit, whole groups of compressed
+    ones."""
 
     units: tuple[int, ...] = ()
     planes: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     ring_slots: int = RING_SLOTS
+    span_elements: int = SPAN_ELEMENTS
 
 
 NOTHING_ON_DRIVES = OnDrives()

@@ -95,6 +95,8 @@ class DriveUse:
     num_layers: int
     num_bytes: int
     num_drives: int = 1
+    num_ends: int = 0
+    """Of embedding and head, those whose states are there too."""
     written_bytes: int | None = None
     endurance_bytes: int | None = None
 
@@ -115,6 +117,7 @@ class DriveUse:
         if not self.num_layers:
             return "states of layers that stay on the device, written where they go home and not by steps"
         layers = f"states of {self.num_layers} layer{'' if self.num_layers == 1 else 's'}"
+        layers += ("", " and of the head", ", the head and the embedding")[self.num_ends]
         text = f"{layers} ({size_text(self.num_bytes)}), written once a step"
         if self.written_bytes is not None:
             text += f", {size_text(self.written_bytes)} by the whole job"

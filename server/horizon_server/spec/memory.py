@@ -17,7 +17,8 @@ class MemorySpec(Section):
     tier: MemoryTier = Field(
         default="ram",
         description="ram: everything is in host memory. drive: the optimizer's states of as many layers as do not fit "
-        "there are on the node's drives (its setting tier_dirs; docs/drives.md). The result is the same.",
+        "there, and then of head and embedding, are on the node's drives (its setting tier_dirs; docs/drives.md). The "
+        "result is the same.",
     )
     accept_wear: bool = Field(
         default=False,

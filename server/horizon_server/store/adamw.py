@@ -68,6 +68,18 @@ class RowGradient:
     rows_R: torch.Tensor
     values_RD: torch.Tensor
 
+    def part(self, elements: slice) -> torch.Tensor:
+        """The gradient of a stretch of the flat table, which may begin and end within rows, with its zeros.
+
+        Shapes: [elements], in the values' dtype.
+        """
+        width = self.values_RD.shape[1]
+        first, last = elements.start // width, -(-elements.stop // width)
+        is_there_R = (self.rows_R >= first) & (self.rows_R < last)
+        whole = self.values_RD.new_zeros(last - first, width)
+        whole[self.rows_R[is_there_R] - first] = self.values_RD[is_there_R]
+        return whole.view(-1)[elements.start - first * width : elements.stop - first * width]
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitStates:

@@ -23,9 +23,9 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
@@ -411,14 +411,28 @@ def _pieces(
 ) -> Iterator[memoryview]:
     """The bytes of a tensor in the files of a stem; each piece is valid until the next is asked for."""
     if stem in _DTYPE_OF_PLANE:
-        with store.reading(name, stem):
-            yield store.flat(name, stem).view(torch.uint8).numpy().data
+        for stretch in store.stretches(name):
+            with store.reading(name, stem, stretch):
+                yield store.flat(name, stem, stretch).view(torch.uint8).numpy().data
         return
-    hi, plane = store.flat(name, "hi"), store.layout.find(name)[1].low
+    for stretch in store.stretches(name):
+        if (yield from _pieces_of_halves(store, name, stretch, stem, dtype, on_overflow)):
+            on_overflow = None
+
+
+def _pieces_of_halves(
+    store: HostStore, name: str, stretch: slice, stem: str, dtype: str, on_overflow: Callable[[str], None] | None
+) -> Generator[memoryview, None, bool]:
+    """`_pieces` of a stretch in a file that has neither of the planes as they are. Returns whether `on_overflow` was
+    called, which is called once."""
+    overflows = False
+    hi, plane = store.flat(name, "hi", stretch), store.layout.find(name)[1].low
     is_merged = dtype in ("F32", "F16")
     master = torch.empty(min(len(hi), _PIECE_ELEMENTS) if is_merged else 0, dtype=torch.float32)
-    with store.reading(name, "hi"), nullcontext() if plane is None else store.reading(name, plane):
-        low = store.low(name)
+    with ExitStack() as read:
+        for half in ("hi",) if plane is None else ("hi", plane):
+            read.enter_context(store.reading(name, half, stretch))
+        low = store.low(name, stretch)
         # What has no `lo` half is what it would be if all of that were 0.
         lo = torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16) if low is None else low
         # Of a weight halfway between two bfloat16 numbers.
@@ -430,9 +444,10 @@ def _pieces(
                 merged = master[: len(hi[part])]
                 merge_master(hi[part], lo_part, merged)
                 written = merged if dtype == "F32" else merged.to(torch.float16)
-                if dtype == "F16" and on_overflow is not None and bool((written.isinf() & merged.isfinite()).any()):
-                    on_overflow(name)
-                    on_overflow = None
+                if dtype == "F16" and on_overflow is not None and not overflows:
+                    overflows = bool((written.isinf() & merged.isfinite()).any())
+                    if overflows:
+                        on_overflow(name)
                 yield written.view(torch.uint8).numpy().data
                 continue
             bits = hi[part].view(torch.uint16).numpy()
@@ -443,6 +458,7 @@ def _pieces(
             else:
                 # Hardly any piece has a tie, so the plane's own memory is written.
                 yield (bits - down if down.any() else bits).view(np.uint8).data
+    return overflows
 
 
 def _plan_reads(
@@ -500,11 +516,10 @@ def _restore_tensors(
         digest.update(header)
         for tensor in headers:
             place = store.layout.find(tensor.name)[1]
-            hi = store.flat(tensor.name, "hi")
             # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
             plane = "hi" if stem == MODEL_STEM and tensor.dtype == "BF16" else stem
             is_converted = plane in PLANES_OF and place.compressed == (plane in EXACT_PLANES)
-            in_place, is_master = None, stem == MODEL_STEM and tensor.dtype == "F32"
+            is_master = stem == MODEL_STEM and tensor.dtype == "F32"
             # Those that the file's values go to; of a model in fp16 they are in other files.
             written_planes = ["hi"] if is_master or stem == _ROUNDING else []
             if is_master and place.low is not None:
@@ -513,27 +528,43 @@ def _restore_tensors(
                 written_planes += PLANES_OF[plane]
             elif plane in _DTYPE_OF_PLANE:
                 written_planes.append(plane)
-            with ExitStack() as written:
-                for name in written_planes:
-                    written.enter_context(store.writing(tensor.name, name, reads=is_converted or stem == _ROUNDING))
-                if plane in _DTYPE_OF_PLANE and not is_converted:
-                    in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
-                for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
-                    size = min(PIECE_BYTES, tensor.end - tensor.start - start)
-                    piece = staging[:size] if in_place is None else in_place[start : start + size]
-                    _read_into(stream, piece)
-                    digest.update(piece)
-                    if is_converted:
-                        convert(store, tensor.name, plane, piece, start // DTYPE_BYTES[tensor.dtype], scales_of)
-                    elif stem == _ROUNDING:
-                        bits = hi[8 * start : 8 * (start + size)].view(torch.uint16).numpy()
-                        bits += np.unpackbits(np.frombuffer(piece, dtype=np.uint8), count=len(bits))
-                    elif is_master:
-                        part = slice(start // 4, (start + size) // 4)
-                        lo = store.low(tensor.name)
-                        lo = torch.empty(size // 4, dtype=torch.int16) if lo is None else lo[part]
-                        split_master(torch.frombuffer(piece, dtype=torch.float32), hi[part], lo)
+            for stretch in store.stretches(tensor.name):
+                with ExitStack() as written:
+                    for name in written_planes:
+                        reads = is_converted or stem == _ROUNDING
+                        written.enter_context(store.writing(tensor.name, name, stretch, reads=reads))
+                    in_place = None
+                    if plane in _DTYPE_OF_PLANE and not is_converted:
+                        in_place = store.flat(tensor.name, plane, stretch).view(torch.uint8).numpy().data
+                    begin, end = (_bytes_before(stem, tensor.dtype, count) for count in (stretch.start, stretch.stop))
+                    for start in range(begin, end, PIECE_BYTES):
+                        size = min(PIECE_BYTES, end - start)
+                        piece = staging[:size] if in_place is None else in_place[start - begin : start - begin + size]
+                        _read_into(stream, piece)
+                        digest.update(piece)
+                        if is_converted:
+                            convert(store, tensor.name, plane, piece, start // DTYPE_BYTES[tensor.dtype], scales_of)
+                        elif stem == _ROUNDING:
+                            part = slice(8 * start, min(8 * (start + size), stretch.stop))
+                            bits = store.flat(tensor.name, "hi", part).view(torch.uint16).numpy()
+                            bits += np.unpackbits(np.frombuffer(piece, dtype=np.uint8), count=len(bits))
+                        elif is_master:
+                            part = slice(start // 4, (start + size) // 4)
+                            lo = store.low(tensor.name, part)
+                            lo = torch.empty(size // 4, dtype=torch.int16) if lo is None else lo
+                            master = torch.frombuffer(piece, dtype=torch.float32)
+                            split_master(master, store.flat(tensor.name, "hi", part), lo)
     return digest.hexdigest()
+
+
+def _bytes_before(stem: str, dtype: str, num_elements: int) -> int:
+    """What a tensor's first elements take in the files of a stem; they end with a group of compressed states, or are
+    all."""
+    if stem == _ROUNDING:
+        return -(-num_elements // 8)
+    if stem == "scales":
+        return 2 * DTYPE_BYTES[dtype] * -(-num_elements // COMPRESSED_GROUP)
+    return num_elements * DTYPE_BYTES[dtype]
 
 
 def _read_into(stream: FileIO, piece: memoryview) -> None:

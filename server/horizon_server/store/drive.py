@@ -1,16 +1,17 @@
-"""States of layers that are on drives: read ahead into a ring of memory, updated there, and written behind.
+"""States that are on drives: read ahead into a ring of memory, updated there, and written behind.
 
-A block is what one plane has of one unit (`drive_layout`). The ring has as many slots for each plane, and a block is in
-one of them while it is read, used or written. The optimizer takes the blocks of a unit in its own order; blocks that
-come next in that order are read meanwhile, as far as slots are free. Checkpoints, loading and everything else open
-blocks one by one, through the same slots.
+A block is what one plane has of one span of a unit (`drive_layout`). The ring has as many slots for each plane, and a
+block is in one of them while it is read, used or written: so the ring is as large for layers of any size. The optimizer
+takes the spans of a unit one after the other, and units in its own order; blocks that come next in that order are read
+meanwhile, as far as slots are free. Checkpoints, loading and everything else open blocks one by one, through the same
+slots.
 
 Files hold nothing of their own: each piece's checksum is in a memory file next to the weights that the files belong to,
 and is compared when the piece is read. So what is torn, lost, stale or in another place is found, whatever the drive
 says. 0 there means that the piece was never written: it is zero, and not read.
 
-A unit counts as updated once it is written: a worker that is killed earlier leaves weights of no generation, as in the
-middle of any update.
+A unit counts as updated once its last span is written: a worker that is killed earlier leaves weights of no generation,
+as in the middle of any update.
 
 Thread: any. One lock guards what is known of the slots; reading, writing and checksums run on four threads a drive.
 Source: ZeRO-Infinity (arXiv 2104.07857) for states on drives behind a ring of buffers.
@@ -38,14 +39,14 @@ from horizon_server.records.execution import OnDrives
 from horizon_server.store import planes
 from horizon_server.store.checksum import checksum
 from horizon_server.store.drive_files import THREADS_PER_DRIVE
-from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout, Piece, file_name
+from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout, DriveSpan, Piece, file_name
 from horizon_server.store.layout import StoreLayout
 
 SILENCE_S = 120.0
 """A drive that does not finish one piece in this time has failed."""
 _POLL_S = 1.0
 _ADVICE = "replace the drive or take it out of tier_dirs, then resume the job from its checkpoint"
-_NOTHING = -1
+_NOTHING = DriveSpan(-1, 0)
 
 
 @dataclass(eq=False)
@@ -54,7 +55,7 @@ class _Slot:
 
     plane: str
     memory: mmap.mmap
-    unit: int = _NOTHING
+    span: DriveSpan = _NOTHING
     num_users: int = 0
     pending: int = 0
     is_changed: bool = False
@@ -83,10 +84,10 @@ class DriveStates:
         index = mmap.mmap(fds[INDEX_PLANE], self._layout.index_bytes)
         # The view keeps the mapping.
         self._checksums = memoryview(index).cast("Q")
-        self._held = frozenset(block for block, pieces in self._layout.blocks.items() if pieces)
+        self._parts = {unit: self._layout.parts(unit) for unit in on.units}
         self._slots = {
-            plane: [_Slot(plane, planes.map_anonymous(self._layout.slot_bytes(plane))) for _ in range(on.ring_slots)]
-            for plane in on.planes
+            plane: [_Slot(plane, planes.map_anonymous(num_bytes)) for _ in range(on.ring_slots)]
+            for plane, num_bytes in self._layout.slot_bytes.items()
         }
         for slot in self._all_slots():
             planes.touch(slot.memory, num_threads=num_threads)
@@ -98,35 +99,46 @@ class DriveStates:
         self._failure: DriveFailed | None = None
         self._last_progress_s = time.monotonic()
         self._clock = 0
-        self._order, self._next = order, 0
+        self._order = [DriveSpan(unit, number) for unit in order for number in range(len(self._parts[unit]))]
+        self._place, self._next = {span: place for place, span in enumerate(self._order)}, 0
         self._is_closed = False
         self._read, self._written = Counter[int](), Counter[int]()
 
-    @property
-    def units(self) -> Sequence[int]:
-        """Those of which planes are on drives."""
-        return self._on.units
+    def parts(self, unit: int) -> Sequence[slice]:
+        """The elements of each span of a unit, in order; none where it has nothing on drives."""
+        return self._parts.get(unit, ())
 
     def holds(self, unit: int, plane: str) -> bool:
         """Whether a plane of a unit is on drives."""
-        return (unit, plane) in self._held
+        return unit in self._parts and plane in self._slots
 
-    def view(self, unit: int, plane: str, dtype: torch.dtype) -> torch.Tensor:
-        """The block of a unit that is open. Shapes: [elements of the unit in the plane]."""
+    def view(self, unit: int, plane: str, part: slice, dtype: torch.dtype) -> torch.Tensor:
+        """What a plane has of these elements of a unit, which are of one span that is open. Shapes: [what that is]."""
+        layout = self._layout.store
+        found = layout.part_in(plane, layout.units[unit], part)
+        if found.start == found.stop:
+            return torch.empty(0, dtype=dtype)
+        span = self._span_of(unit, part)
         with self._changed:
-            slot = self._slot_of(unit, plane)
-            assert slot is not None and slot.num_users and not slot.pending, f"{plane} of unit {unit} is not open"
-        count = self._layout.store.units[unit].elements_in(plane)
-        return torch.frombuffer(slot.memory, dtype=dtype, count=count)
+            slot = self._slot_of(span, plane)
+            assert slot is not None and slot.num_users and not slot.pending, f"{plane} of {span} is not open"
+        begin = layout.part_in(plane, layout.units[unit], self._parts[unit][span.number]).start
+        offset, count = (found.start - begin) * dtype.itemsize, found.stop - found.start
+        return torch.frombuffer(slot.memory, dtype=dtype, offset=offset, count=count)
 
     @contextmanager
-    def opened(self, unit: int, plane: str, *, writes: bool) -> Iterator[None]:
-        """Have a block in memory within the block; what is written to it is on the drive after the next `flush`.
+    def opened(self, unit: int, plane: str, part: slice, *, writes: bool) -> Iterator[None]:
+        """Have these elements of a unit, which are of one span, in memory within the block; what is written to them is
+        on the drive after the next `flush`.
 
         Raises:
             DriveFailed: a drive cannot be read or written, or its data is not what was written to it.
         """
-        slot = self._open(unit, plane)
+        span = self._span_of(unit, part)
+        if not self._layout.blocks[span, plane]:
+            yield
+            return
+        slot = self._open(span, plane)
         try:
             yield
         finally:
@@ -135,13 +147,14 @@ class DriveStates:
                 self._leave(slot)
 
     @contextmanager
-    def updating(self, unit: int, done: Callable[[], None]) -> Iterator[None]:
-        """Have all blocks of a unit in memory within the block, and write them behind it; `done` is called when they
-        are on the drives. Raises as `opened`."""
+    def updating(self, unit: int, part: slice, done: Callable[[], None]) -> Iterator[None]:
+        """Have all blocks of a span, which has these elements, in memory within the block, and write them behind it;
+        `done` is called when they are on the drives. Raises as `opened`."""
         slots: list[_Slot] = []
+        span = self._span_of(unit, part)
         try:
             # One by one, so that those before one that fails are given back.
-            slots.extend(self._open(unit, plane) for plane in self._on.planes if self.holds(unit, plane))
+            slots.extend(self._open(span, plane) for plane in self._on.planes if self._layout.blocks[span, plane])
             yield
         except BaseException:
             with self._changed:
@@ -162,12 +175,13 @@ class DriveStates:
                 slot.after.append(written)
                 self._leave(slot)
                 self._write(slot)
-            self._next = (self._order.index(unit) + 1) % len(self._order)
+            self._next = (self._place[span] + 1) % len(self._order)
             self._read_ahead()
 
     def leave_out(self, units: Collection[int]) -> None:
         """Read nothing ahead for these units: they are updated elsewhere. Before the first update."""
-        self._order, self._next = [unit for unit in self._order if unit not in units], 0
+        self._order = [span for span in self._order if span.unit not in units]
+        self._place, self._next = {span: place for place, span in enumerate(self._order)}, 0
 
     def read_ahead(self) -> None:
         """Begin to read what the optimizer takes next, as far as there is room. Raises DriveFailed: a drive has failed
@@ -186,7 +200,7 @@ class DriveStates:
             for slot in self._all_slots():
                 if plane in (None, slot.plane):
                     assert not slot.num_users, "nothing is open"
-                    slot.unit, slot.is_changed = _NOTHING, False
+                    slot.span, slot.is_changed = _NOTHING, False
 
     def flush(self, *, is_kept: bool = True) -> None:
         """Wait until all that was written is on the drives; without `is_kept`, until no piece is on its way.
@@ -225,16 +239,21 @@ class DriveStates:
     def _all_slots(self) -> Iterator[_Slot]:
         return (slot for of_plane in self._slots.values() for slot in of_plane)
 
-    def _slot_of(self, unit: int, plane: str) -> _Slot | None:
-        return next((slot for slot in self._slots[plane] if slot.unit == unit), None)
+    def _span_of(self, unit: int, part: slice) -> DriveSpan:
+        number = part.start // self._on.span_elements
+        assert part.stop <= self._parts[unit][number].stop, f"{part} of unit {unit} is not of one span"
+        return DriveSpan(unit, number)
 
-    def _open(self, unit: int, plane: str) -> _Slot:
+    def _slot_of(self, span: DriveSpan, plane: str) -> _Slot | None:
+        return next((slot for slot in self._slots[plane] if slot.span == span), None)
+
+    def _open(self, span: DriveSpan, plane: str) -> _Slot:
         with self._changed:
             while True:
                 self._raise_failure()
-                slot = self._slot_of(unit, plane)
+                slot = self._slot_of(span, plane)
                 if slot is None:
-                    slot = self._room(unit, plane)
+                    slot = self._room(span, plane)
                 if slot is not None and not slot.pending:
                     slot.num_users += 1
                     self._clock += 1
@@ -242,19 +261,23 @@ class DriveStates:
                     return slot
                 self._wait()
 
-    def _room(self, unit: int, plane: str) -> _Slot | None:
+    def _room(self, span: DriveSpan, plane: str) -> _Slot | None:
         """A slot that a block is being read into now; None where all are in use. The lock is held."""
         free = [slot for slot in self._slots[plane] if slot.is_free]
         if free:
             # What was read ahead is the last to go, and of that what is wanted last.
-            distance = {unit: (place - self._next) % len(self._order) for place, unit in enumerate(self._order)}
-            slot = max(free, key=lambda slot: (slot.unit == _NOTHING, distance.get(slot.unit, len(self._order))))
-            self._read_into(slot, unit)
+            slot = max(free, key=self._distance)
+            self._read_into(slot, span)
             return slot
         for slot in self._slots[plane]:
             if slot.is_changed and not slot.num_users and not slot.pending:
                 self._write(slot)
         return None
+
+    def _distance(self, slot: _Slot) -> int:
+        """How far what is in a slot is from what the optimizer takes next, in spans."""
+        place = self._place.get(slot.span)
+        return len(self._order) if place is None else (place - self._next) % len(self._order)
 
     def _leave(self, slot: _Slot) -> None:
         slot.num_users -= 1
@@ -266,24 +289,24 @@ class DriveStates:
             return
         order = self._order
         coming = [order[(self._next + ahead) % len(order)] for ahead in range(min(self._on.ring_slots, len(order)))]
-        for place, unit in enumerate(coming):
+        for place, span in enumerate(coming):
             for plane in self._on.planes:
-                if not self.holds(unit, plane) or self._slot_of(unit, plane) is not None:
+                if not self._layout.blocks[span, plane] or self._slot_of(span, plane) is not None:
                     continue
                 # Never in the place of what is wanted before it.
-                free = [slot for slot in self._slots[plane] if slot.is_free and slot.unit not in coming[:place]]
+                free = [slot for slot in self._slots[plane] if slot.is_free and slot.span not in coming[:place]]
                 if free:
-                    self._read_into(min(free, key=lambda slot: slot.used_at), unit)
+                    self._read_into(min(free, key=lambda slot: slot.used_at), span)
 
-    def _read_into(self, slot: _Slot, unit: int) -> None:
-        slot.unit = unit
+    def _read_into(self, slot: _Slot, span: DriveSpan) -> None:
+        slot.span = span
         self._start(slot, is_written=False)
 
     def _write(self, slot: _Slot) -> None:
         self._start(slot, is_written=True)
 
     def _start(self, slot: _Slot, *, is_written: bool) -> None:
-        pieces = self._layout.blocks[slot.unit, slot.plane]
+        pieces = self._layout.blocks[slot.span, slot.plane]
         slot.pending, slot.is_written = len(pieces), is_written
         self._last_progress_s = time.monotonic()
         for piece in pieces:
@@ -302,7 +325,7 @@ class DriveStates:
                     if checksum(memory, place=piece.number) != expected:
                         failure = DriveFailed(
                             f"the drive of {self._folder(piece)} (tier_dirs) returned other data than was written to "
-                            f"it: {slot.plane} of unit {slot.unit}; {_ADVICE}"
+                            f"it: {slot.plane} of unit {slot.span.unit}; {_ADVICE}"
                         )
                 else:
                     memory[:] = bytes(piece.num_bytes)
@@ -346,7 +369,7 @@ class DriveStates:
                     self._on.folders[piece.drive]
                     for slot in self._all_slots()
                     if slot.pending
-                    for piece in self._layout.blocks[slot.unit, slot.plane]
+                    for piece in self._layout.blocks[slot.span, slot.plane]
                 }
             )
             self._failure = self._failure or DriveFailed(

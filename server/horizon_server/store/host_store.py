@@ -11,8 +11,8 @@ that.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -86,8 +86,9 @@ class HostStore:
         self._base = base
         self._drives: DriveStates | None = None
         if drives.units:
-            # Updates in backward come to the last layer first.
-            order = drives.units if grad_dtype is not None else drives.units[::-1]
+            # The optimizer's: updates in backward come to the last unit first, all others to the first layer.
+            is_deferred, units = grad_dtype is not None, drives.units
+            order = [unit for unit in dict.fromkeys((1, 0, *units)) if unit in units] if is_deferred else units[::-1]
             num_touching = num_threads or available_cpus()
             self._drives = DriveStates(layout, drives, fds, order=order, num_threads=num_touching)
         self.grad_dtype = grad_dtype
@@ -198,32 +199,59 @@ class HostStore:
         job loads them. Raises as `BasePlane.loading`."""
         return nullcontext(True) if self._base is None else self._base.loading(model)
 
-    def reading(self, name: str, plane: str) -> AbstractContextManager[None]:
-        """Have all of a parameter in a plane within the block, where the store holds only a part of it, or it is on
-        drives. Views of it are of use within the block alone."""
-        return self._opened(name, plane, writes=False)
+    def stretches(self, name: str) -> Sequence[slice]:
+        """The parts of a parameter, in order, of which each can be had in memory at a time: all of it, or where it is
+        on drives what of it is in each span. They begin with compressed groups."""
+        unit, place = self.layout.find(name)
+        begin, end = place.offset, place.offset + place.num_elements
+        parts = () if self._drives is None else self._drives.parts(unit.index)
+        cut = [slice(max(part.start, begin) - begin, min(part.stop, end) - begin) for part in parts]
+        return [part for part in cut if part.start < part.stop] or [slice(0, place.num_elements)]
 
-    def writing(self, name: str, plane: str, *, reads: bool = False) -> AbstractContextManager[None]:
-        """Write a parameter in a plane within the block, all of it; with `reads`, change what is there. At the end of
-        the block it is where it belongs, or will be after `flush`. Views of it are of use within the block alone."""
-        return self._opened(name, plane, writes=True)
+    def reading(self, name: str, plane: str, stretch: slice) -> AbstractContextManager[None]:
+        """Have one of the `stretches` of a parameter in a plane within the block, where the store holds only a part of
+        it, or it is on drives. Views of it are of use within the block alone."""
+        return self._opened(name, plane, stretch, writes=False)
 
-    def _opened(self, name: str, plane: str, *, writes: bool) -> AbstractContextManager[None]:
-        index = self.layout.find(name)[0].index
-        if self._drives is not None and self._drives.holds(index, plane):
-            return self._drives.opened(index, plane, writes=writes)
+    def writing(self, name: str, plane: str, stretch: slice, *, reads: bool = False) -> AbstractContextManager[None]:
+        """Write one of the `stretches` of a parameter in a plane within the block, all of it; with `reads`, change what
+        is there. At the end of the block it is where it belongs, or will be after `flush`. Views of it are of use
+        within the block alone."""
+        return self._opened(name, plane, stretch, writes=True)
+
+    def _opened(self, name: str, plane: str, stretch: slice, *, writes: bool) -> AbstractContextManager[None]:
+        unit, place = self.layout.find(name)
+        if self._drives is not None and self._drives.holds(unit.index, plane):
+            part = slice(place.offset + stretch.start, place.offset + stretch.stop)
+            return self._drives.opened(unit.index, plane, part, writes=writes)
         return nullcontext()
 
-    @contextmanager
-    def updating(self, index: int, done: Callable[[], None]) -> Iterator[None]:
-        """Have all of a unit's planes within the block, to update it; `done` is called when the result is where it
-        belongs: at the end of the block, or later by a thread that writes to drives. Raises DriveFailed."""
-        if self._drives is not None and index in self._drives.units:
-            with self._drives.updating(index, done):
-                yield
+    def update(self, index: int, part: slice, work: Callable[[slice], None], done: Callable[[], None]) -> None:
+        """Have `work` update these elements of a unit: all of them at once, or span by span where they are on drives.
+        `done` is called when all results are where they belong: before this returns, or later by a thread that writes
+        to drives. Raises DriveFailed."""
+        drives = self._drives
+        if drives is None or not (spans := drives.parts(index)):
+            work(part)
+            done()
             return
-        yield
-        done()
+        assert part.start <= spans[0].start and spans[-1].stop <= part.stop, "what is on drives is updated as a whole"
+        left = len(spans)
+
+        def written() -> None:
+            # Called by threads that write, one at a time.
+            nonlocal left
+            left -= 1
+            if not left:
+                done()
+
+        for span in spans:
+            with drives.updating(index, span, written):
+                work(span)
+
+    def is_on_drives(self, index: int) -> bool:
+        """Whether a unit has states on drives, which are updated span by span."""
+        return self._drives is not None and bool(self._drives.parts(index))
 
     def is_in_memory(self, index: int, plane: str) -> bool:
         """Whether what a plane has of a unit is in memory, and not on drives."""
@@ -282,29 +310,33 @@ class HostStore:
         return self._planes[name]
 
     def unit(self, index: int, plane: str) -> torch.Tensor:
-        """One unit's block of a plane, with its padding. Shapes: [unit.elements_in(plane)]."""
+        """One unit's block of a plane that is not on drives, with its padding. Shapes: [unit.elements_in(plane)]."""
         unit = self.layout.units[index]
-        if self._drives is not None and self._drives.holds(index, plane):
-            return self._drives.view(index, plane, self._planes[plane].dtype)
+        assert not self._is_on_drives(index, plane), f"{plane} of {unit.name} is on drives"
         return self.plane(plane).narrow(0, self._offset(unit, plane), unit.elements_in(plane))
 
-    def flat(self, name: str, plane: str) -> torch.Tensor:
-        """One parameter in a plane that holds it. Shapes: [parameter.num_elements], of `scales` two for each group."""
+    def flat(self, name: str, plane: str, part: slice | None = None) -> torch.Tensor:
+        """One parameter in a plane that holds it, or a part of it that begins with a compressed group. Shapes:
+        [parameter.num_elements] or [part], of `scales` two for each group."""
         unit, place = self.layout.find(name)
-        part = self.part(unit.index, plane, slice(place.offset, place.offset + place.num_elements))
-        assert len(part) or not place.num_elements, f"{plane} does not hold {name}"
-        return part
+        start, stop = (0, place.num_elements) if part is None else (part.start, min(part.stop, place.num_elements))
+        found = self.part(unit.index, plane, slice(place.offset + start, place.offset + stop))
+        assert len(found) or start == stop, f"{plane} does not hold {name}"
+        return found
 
     def part(self, index: int, plane: str, elements: slice) -> torch.Tensor:
-        """What a plane holds of these elements of a unit, see `StoreLayout.part_in`. Shapes: [what that is]."""
+        """What a plane holds of these elements of a unit, see `StoreLayout.part_in`; where it is on drives, they are of
+        one span. Shapes: [what that is]."""
         unit = self.layout.units[index]
+        if self._drives is not None and self._drives.holds(index, plane):
+            return self._drives.view(index, plane, elements, self._planes[plane].dtype)
         start, found = self._offset(unit, plane), self.layout.part_in(plane, unit, elements)
         return self.unit(index, plane)[found.start - start : found.stop - start]
 
-    def low(self, name: str) -> torch.Tensor | None:
+    def low(self, name: str, part: slice | None = None) -> torch.Tensor | None:
         """What a parameter's master has beside `hi`, int16 or int8; None where that is nothing. Shapes: as `flat`."""
         plane = self.layout.find(name)[1].low
-        return None if plane is None else self.flat(name, plane)
+        return None if plane is None else self.flat(name, plane, part)
 
     def tensor(self, name: str, plane: str) -> torch.Tensor:
         """One parameter in a plane, in its own shape; otherwise as `flat`."""
@@ -386,8 +418,10 @@ class HostStore:
         if place.packing != "none":
             self.write_packed(name, master)
             return
-        hi, lo = self.flat(name, "hi"), self.low(name)
-        split_master(master, hi, torch.empty(len(hi), dtype=torch.int16) if lo is None else lo)
+        for part in self.stretches(name):
+            with self._opened(name, place.low or "hi", part, writes=True):
+                hi, lo = self.flat(name, "hi", part), self.low(name, part)
+                split_master(master[part], hi, torch.empty(len(hi), dtype=torch.int16) if lo is None else lo)
 
     def write_packed(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
         """Pack elements of one parameter from `start` on, as `packing.pack` does. Shapes: flat, fp32."""

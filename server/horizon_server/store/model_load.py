@@ -147,24 +147,26 @@ def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
     norms = None if place.norm_dim is None else _norms(store, place.adapts, place.norm_dim)
     plane = place.low
     assert plane is not None, "what is trained has both halves"
-    with store.writing(place.name, "hi"), store.writing(place.name, plane):
-        hi, lo = store.flat(place.name, "hi"), store.flat(place.name, plane)
-        if norms is not None:
-            split_master(norms, hi, lo)
-        elif place.name.endswith(LORA_B):
-            hi.zero_()
-            lo.zero_()
-        else:
-            _draw_adapter(place, hi, lo, seed)
-
-
-def _draw_adapter(place: TensorLayout, hi: torch.Tensor, lo: torch.Tensor, seed: int) -> None:
-    assert place.name.endswith(LORA_A)
     digest = hashlib.blake2b(f"{seed}/{place.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    for stretch in store.stretches(place.name):
+        with store.writing(place.name, "hi", stretch), store.writing(place.name, plane, stretch):
+            hi, lo = store.flat(place.name, "hi", stretch), store.flat(place.name, plane, stretch)
+            if norms is not None:
+                split_master(norms[stretch], hi, lo)
+            elif place.name.endswith(LORA_B):
+                hi.zero_()
+                lo.zero_()
+            else:
+                _draw_adapter(place, hi, lo, generator)
+
+
+def _draw_adapter(place: TensorLayout, hi: torch.Tensor, lo: torch.Tensor, generator: torch.Generator) -> None:
+    """Draw the next of its elements."""
+    assert place.name.endswith(LORA_A)
     # kaiming_uniform_(a=sqrt(5)) for [rank, inputs].
     bound = 1 / math.sqrt(place.shape[1])
-    for start in range(0, place.num_elements, STAGING_ELEMENTS):
+    for start in range(0, len(hi), STAGING_ELEMENTS):
         part = slice(start, start + STAGING_ELEMENTS)
         values = torch.empty(len(hi[part]), dtype=torch.float32).uniform_(-bound, bound, generator=generator)
         split_master(values, hi[part], lo[part])
@@ -185,9 +187,10 @@ def _norms(store: HostStore, name: str, norm_dim: int) -> torch.Tensor:
             master.copy_(hi)
         return master.view(-1, width)
 
+    (whole_weight,) = store.stretches(name)
     with ExitStack() as read:
         for plane in _halves(place) if place.packing == "none" else ():
-            read.enter_context(store.reading(name, plane))
+            read.enter_context(store.reading(name, plane, whole_weight))
         if place.packing != "none" or not norm_dim:
             whole = values(0, num_rows) if place.packing == "none" else store.unpacked(name)
             return adapted_norms(whole, None, None, scale=0.0, norm_dim=norm_dim)
@@ -201,30 +204,37 @@ def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> N
     place = store.layout.find(header.name)[1]
     dtype = _DTYPES[header.dtype]
     if dtype is torch.bfloat16 and place.packing == "none":
-        with store.writing(header.name, "hi"):
+        whole = slice(0, place.num_elements)
+        with store.writing(header.name, "hi", whole):
             _load_in_place(store.flat(header.name, "hi"), header)
         return
     planes = _halves(place) if place.packing == "none" else ("packed",)
     at_once = STAGING_ELEMENTS if place.packing == "none" else piece_elements(place, STAGING_ELEMENTS)
-    with ExitStack() as written:
-        stream = written.enter_context(header.file.open("rb", buffering=0))
-        for plane in planes:
-            written.enter_context(store.writing(header.name, plane))
-        for offset in range(0, place.num_elements, at_once):
-            num_elements = min(at_once, place.num_elements - offset)
-            view = memoryview(staging.raw)[: num_elements * dtype.itemsize]
-            _read_fully(stream.fileno(), view, header.start + offset * dtype.itemsize, header.file)
-            values = torch.frombuffer(staging.raw, dtype=dtype, count=num_elements)
-            master = staging.master[:num_elements].copy_(values)
-            if place.packing != "none":
-                _require_finite(master, header)
-                store.write_packed(header.name, master, start=offset)
-                continue
-            part = slice(offset, offset + num_elements)
-            hi, lo = store.flat(header.name, "hi")[part], store.low(header.name)
-            assert lo is not None, "only what bfloat16 holds exactly has one half"
-            split_master(master, hi, lo[part])
-            _require_finite(hi, header)
+    with header.file.open("rb", buffering=0) as stream:
+        for stretch in store.stretches(header.name):
+            with ExitStack() as written:
+                for plane in planes:
+                    written.enter_context(store.writing(header.name, plane, stretch))
+                for offset in range(stretch.start, stretch.stop, at_once):
+                    num_elements = min(at_once, stretch.stop - offset)
+                    view = memoryview(staging.raw)[: num_elements * dtype.itemsize]
+                    _read_fully(stream.fileno(), view, header.start + offset * dtype.itemsize, header.file)
+                    values = torch.frombuffer(staging.raw, dtype=dtype, count=num_elements)
+                    _store_values(store, header, offset, staging.master[:num_elements].copy_(values))
+
+
+def _store_values(store: HostStore, header: TensorHeader, offset: int, master: torch.Tensor) -> None:
+    """Put a tensor's values from an element on into the planes, which are in memory."""
+    place = store.layout.find(header.name)[1]
+    if place.packing != "none":
+        _require_finite(master, header)
+        store.write_packed(header.name, master, start=offset)
+        return
+    part = slice(offset, offset + len(master))
+    hi, lo = store.flat(header.name, "hi", part), store.low(header.name, part)
+    assert lo is not None, "only what bfloat16 holds exactly has one half"
+    split_master(master, hi, lo)
+    _require_finite(hi, header)
 
 
 def _halves(place: TensorLayout) -> tuple[str, ...]:

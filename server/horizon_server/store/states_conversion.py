@@ -67,19 +67,20 @@ def convert(
     part = slice(start, start + len(values))
     groups = slice(start // COMPRESSED_GROUP, -(-part.stop // COMPRESSED_GROUP))
     if stem == "lo":
-        hi, master = store.flat(name, "hi")[part], torch.empty(len(values))
+        hi, master = store.flat(name, "hi", part), torch.empty(len(values))
         merge_master(hi, values, master)
-        split_master(master, hi, store.flat(name, "lo8")[part])
+        split_master(master, hi, store.flat(name, "lo8", part))
     elif stem == "lo8":
-        store.flat(name, "lo")[part] = values.to(torch.int16) * 256
+        store.flat(name, "lo", part).copy_(values.to(torch.int16) * 256)
     elif stem in ("exp_avg8", "root8"):
         scales = scales_of[name][groups]
-        store.flat(name, PLANES_OF[stem][0])[part] = _decoded(stem, values, scales)[: len(values)]
+        store.flat(name, PLANES_OF[stem][0], part).copy_(_decoded(stem, values, scales)[: len(values)])
     else:
         plane = PLANES_OF[stem][0]
-        codes, column = _encoded(stem, values, store.flat(name, plane).dtype)
-        store.flat(name, plane)[part] = codes[: len(values)]
-        store.flat(name, "scales").view(-1, 2)[groups, _COLUMNS[plane]] = column
+        kept = store.flat(name, plane, part)
+        codes, column = _encoded(stem, values, kept.dtype)
+        kept.copy_(codes[: len(values)])
+        store.flat(name, "scales", part).view(-1, 2)[:, _COLUMNS[plane]] = column
 
 
 def _decoded(stem: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.drives import drive_folders
 from tests.support.orders import CANCEL, STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, write_inputs
 from transformers import AutoModelForCausalLM
@@ -127,6 +128,17 @@ def test_a_job_learns_by_its_method_reports_its_figures_and_continues_bit_by_bit
     attempt(folder, spec(method), again, resume_at=2)
     assert_same(result(folder, 4), straight)
     assert again.said(EvalDone)[-1].method_figures == evaluations[-1].method_figures
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "policy"])
+def test_a_job_with_states_on_drives_ends_with_the_same_files(inputs: Any, method: str, tmp_path: Path) -> None:
+    folders, found = drive_folders(tmp_path), []
+    on_drives: dict[str, Any] = {"folders": folders, "span": 1056}
+    for name, more in (("memory", {}), ("drives", on_drives)):
+        folder = inputs(name, method)
+        attempt(folder, spec(method), Daemon(always), **more)
+        found.append(result(folder, 4))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

@@ -25,12 +25,16 @@ from horizon_server.planning.planner import Planner
 from horizon_server.planning.play import DriveWork, Visit, play
 from horizon_server.planning.rates import DeviceRates, DriveRates
 from horizon_server.planning.residency import moving_units, state_units
-from horizon_server.records.execution import RING_SLOTS, Execution, OnDrives, Residency
+from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_work import work_of_step
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import RING_SLOTS, SPAN_ELEMENTS, Execution, OnDrives, Residency
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.drive_files import DriveSpeed
-from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout
+from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout, driven_planes
+from horizon_server.store.layout import build_layout
 
 DRIVES = NodeDrives(
     folders=("/drives/a", "/drives/b"),
@@ -108,6 +112,48 @@ def test_as_few_layers_as_make_it_fit_are_on_drives(folder: Path, train: dict[st
         assert found.host_total_bytes + of_layer > whole - short
         numbers.append(len(units))
     assert numbers == sorted(numbers) and numbers[0] > RING_SLOTS and numbers[-1] < NUM_LAYERS
+
+
+def test_head_and_embedding_come_after_all_layers(folder: Path) -> None:
+    """The smallest memory that fits, and one byte less."""
+    spec = on_drives(spec_of())
+    everything = plan(folder, spec, GIB // 4)
+    assert everything.execution.drives.units == tuple(range(NUM_LAYERS + 2)) and everything.drives is not None
+    assert everything.drives.text.startswith(f"states of {NUM_LAYERS} layers, the head and the embedding (")
+    least = plan(folder, spec, everything.host_total_bytes)
+    assert least.fits and least.execution.drives.units == everything.execution.drives.units
+    # Their states are less than the sum of these steps.
+    more = [plan(folder, spec, everything.host_total_bytes + (number << 16)).execution.drives for number in range(9)]
+    ends = [tuple(unit for unit in on.units if unit in (0, NUM_LAYERS + 1)) for on in more]
+    assert ends == sorted(ends, key=len, reverse=True) and {*ends} == {(0, NUM_LAYERS + 1), (NUM_LAYERS + 1,), ()}
+    assert all(on.units[-NUM_LAYERS:] for on in more)
+
+
+def test_the_ring_does_not_grow_with_the_layer() -> None:
+    """Of a mixture of experts, whose layers are 1,000 spans."""
+    shapes = {"model.embed_tokens.weight": (64, 8), "model.norm.weight": (8,)}
+    shapes |= {f"model.layers.0.experts.{index}.weight": (SPAN_ELEMENTS, 8) for index in range(125)}
+    layout = build_layout(shapes, num_layers=1, tied=True)
+    drives = DriveLayout(layout, OnDrives(units=(1,), planes=driven_planes(layout, with_lo=True), folders=("/a",)))
+    assert drives.ring_bytes == 3 * 10 * SPAN_ELEMENTS == 480 * MIB
+    assert drives.num_bytes == 10_000 * SPAN_ELEMENTS and len(drives.parts(1)) == 1000
+
+
+def test_a_table_on_drives_is_waited_for(folder: Path) -> None:
+    """Its drive's time is in front of the next step, whatever else there is."""
+    slow = dataclasses.replace(DRIVES, rates=DriveRates(read_bytes_per_s=1e6, write_bytes_per_s=1e6))
+    spec = on_drives(spec_of(max_grad_norm=None))
+    found = plan(folder, spec, GIB // 4, drives=slow)
+    steps = {}
+    for units in (found.execution.drives.units, found.execution.drives.units[1:]):
+        on = dataclasses.replace(found.execution.drives, units=units)
+        execution = dataclasses.replace(found.execution, drives=on)
+        with_rates = dataclasses.replace(RATES, drives=slow.rates)
+        opened = open_for_training(folder, spec.train)
+        work = work_of_step(opened, spec.train.recipe, execution)
+        steps[len(units)] = predict_step(work, with_rates, shares_processors=True).step_s
+    table_bytes = 64 * HIDDEN * 8
+    assert max(steps.values()) - min(steps.values()) >= 2 * table_bytes / 1e6
 
 
 def test_what_no_drive_can_help_is_refused_as_without(folder: Path) -> None:

@@ -76,6 +76,21 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
         assert torch.equal(left[plane], right[plane]), f"{plane} differs"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stretch_of_a_gradient_of_rows_has_the_zeros_between_them(dtype: torch.dtype) -> None:
+    rows_R = torch.tensor([5, 0, 96, 31])
+    gradient = RowGradient(rows_R=rows_R, values_RD=torch.randn(4, 33).to(dtype))
+    whole = torch.zeros(97, 33, dtype=dtype)
+    whole[rows_R] = gradient.values_RD
+    for start in range(0, 97 * 33, 224):
+        part = slice(start, min(start + 224, 97 * 33))
+        assert torch.equal(gradient.part(part), whole.view(-1)[part])
+    # A unit ends with padding.
+    assert torch.equal(
+        gradient.part(slice(96 * 33, 97 * 33 + 40)), torch.cat([whole[96], torch.zeros(40, dtype=dtype)])
+    )
+
+
 @needs_kernel
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.0}, {"beta1": 0.0, "eps": 0.0}, {"learning_rate": 0.0}])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.drives import drive_folders, on_drives, store_on_drives
 
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
@@ -124,6 +125,32 @@ def test_compressed_states_from_an_exact_checkpoint(make_model: MakeModel, tmp_p
             most = torch.nn.functional.pad(one.abs(), (0, -len(one) % 32)).view(-1, 32).amax(1)
             # A root above 0 has at least the first code.
             assert (pad <= most * (0.0045 if plane == "exp_avg_sq" else 0.0085)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("saved_compressed", [False, True])
+@pytest.mark.parametrize("kept_compressed", [False, True])
+def test_states_of_any_form_go_to_drives_and_come_back(
+    make_model: MakeModel, tmp_path: Path, dtype: ExportDtype, saved_compressed: bool, kept_compressed: bool
+) -> None:
+    folder = make_model(tied=False)
+    saved = trained_store(folder, compressed=saved_compressed)
+    save_checkpoint(saved, tmp_path / "saved", source=folder, trainer_state=STATE, dtype=dtype)
+    layout = layout_of(folder, compressed=kept_compressed)
+    in_memory = HostStore.allocate(layout, num_threads=1)
+    units = [unit.index for unit in layout.units]
+    on = on_drives(layout, drive_folders(tmp_path), with_lo=True, units=units, span=96, slots=1)
+    with store_on_drives(layout, on) as driven:
+        for store, name in ((in_memory, "from memory"), (driven, "from drives")):
+            load_checkpoint(store, tmp_path / "saved", on_conversion=lambda _: None)
+            store.flush()
+            save_checkpoint(store, tmp_path / name, source=folder, trainer_state=STATE, dtype=dtype)
+    files = sorted(
+        file.relative_to(tmp_path / "from memory") for file in (tmp_path / "from memory").rglob("*.safetens*")
+    )
+    assert len(files) >= 3
+    for file in files:
+        assert (tmp_path / "from memory" / file).read_bytes() == (tmp_path / "from drives" / file).read_bytes(), file
 
 
 def test_widened_states_are_what_the_compressed_ones_mean(make_model: MakeModel, tmp_path: Path) -> None:

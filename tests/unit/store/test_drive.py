@@ -14,20 +14,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.drives import drive_folders, lent_planes, on_drives
 from tests.support.tiny_models import config_of, template_of
 
 from horizon_server.errors import DriveFailed, InvalidModel
-from horizon_server.records.execution import OnDrives
+from horizon_server.records.execution import SPAN_ELEMENTS, OnDrives
 from horizon_server.store import checksum as checksums
 from horizon_server.store import drive as drive_module
 from horizon_server.store import native
 from horizon_server.store.checksum import checksum
 from horizon_server.store.drive import DriveStates
 from horizon_server.store.drive_files import lent_files, measure
-from horizon_server.store.drive_layout import GRAIN_BYTES, PIECE_BYTES, DriveLayout
+from horizon_server.store.drive_layout import GRAIN_BYTES, PIECE_BYTES, DriveLayout, DriveSpan, driven_planes
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import StoreLayout
+from horizon_server.store.layout import (
+    COMPRESSED_GROUP,
+    PLANE_BYTES,
+    StoreLayout,
+    build_layout,
+    with_compressed_states,
+    with_trained,
+)
 
 SHM = Path("/dev/shm")
 
@@ -53,15 +62,19 @@ def opened(layout: StoreLayout, on: OnDrives, planes: dict[str, int]) -> Iterato
 
 def fill(states: DriveStates, on: OnDrives, value: float) -> None:
     for unit in on.units:
-        for plane in on.planes:
-            with states.opened(unit, plane, writes=True):
-                states.view(unit, plane, torch.float32).fill_(value + unit)
+        for part in states.parts(unit):
+            for plane in on.planes:
+                with states.opened(unit, plane, part, writes=True):
+                    states.view(unit, plane, part, torch.float32).fill_(value + unit)
     states.flush()
 
 
 def values_of(states: DriveStates, unit: int, plane: str = "exp_avg") -> torch.Tensor:
-    with states.opened(unit, plane, writes=False):
-        return states.view(unit, plane, torch.float32).clone()
+    found = []
+    for part in states.parts(unit):
+        with states.opened(unit, plane, part, writes=False):
+            found.append(states.view(unit, plane, part, torch.float32).clone())
+    return torch.cat(found)
 
 
 def spoil(file: int, offset: int, size: int = GRAIN_BYTES) -> None:
@@ -87,58 +100,74 @@ def test_another_process_reads_what_was_written(layout: StoreLayout, on: OnDrive
 
 
 def test_updates_in_order_are_read_ahead_and_written_behind(layout: StoreLayout, on: OnDrives) -> None:
-    done: list[int] = []
+    done: list[tuple[int, int]] = []
     with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
         for step in range(3):
             states.read_ahead()
             for unit in on.units:
-                with states.updating(unit, partial(done.append, unit)):
-                    for plane in on.planes:
-                        values = states.view(unit, plane, torch.float32)
-                        assert (values == step * unit).all()
-                        values += unit
+                for part in states.parts(unit):
+                    with states.updating(unit, part, partial(done.append, (unit, part.start))):
+                        for plane in on.planes:
+                            values = states.view(unit, plane, part, torch.float32)
+                            assert (values == step * unit).all()
+                            values += unit
         states.flush()
-        assert sorted(done) == sorted(3 * on.units)
+        assert sorted(done) == sorted(3 * [(unit, part.start) for unit in on.units for part in states.parts(unit)])
         traffic, size = states.take_traffic(), DriveLayout(layout, on).num_bytes
         assert sum(drive.written_bytes for drive in traffic) == 3 * size
         # The first step reads zeros, which no drive is asked for; after the last one a ring is read ahead.
-        ring = on.ring_slots * size // len(on.units)
-        assert sum(drive.read_bytes for drive in traffic) <= 2 * size + ring
+        assert sum(drive.read_bytes for drive in traffic) <= 2 * size + DriveLayout(layout, on).ring_bytes
+
+
+def test_the_ring_is_as_large_for_layers_of_any_size(layout: StoreLayout, tmp_path: Path) -> None:
+    folders, wide = drive_folders(tmp_path), template_of(config_of("llama", hidden_size=128)).layout
+    rings = [DriveLayout(found, on_drives(found, folders, span=2048)).ring_bytes for found in (layout, wide)]
+    assert rings == [3 * 2 * 4 * 2048] * 2
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
+@pytest.mark.parametrize("size", [4096, SPAN_ELEMENTS])
 def test_any_mixture_of_readers_and_writers_sees_the_last_values(
-    layout: StoreLayout, tmp_path: Path, slots: int
+    layout: StoreLayout, tmp_path: Path, slots: int, size: int
 ) -> None:
-    on = on_drives(layout, drive_folders(tmp_path), slots=slots)
-    chance, wanted = random.Random(slots), dict.fromkeys(on.units, 0.0)
+    on = on_drives(layout, drive_folders(tmp_path), slots=slots, span=size)
+    spans = [(unit, part) for unit in on.units for part in DriveLayout(layout, on).parts(unit)]
+    chance, wanted = random.Random(slots), [0.0] * len(spans)
     with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+
+        def values(place: int) -> torch.Tensor:
+            return states.view(spans[place][0], "exp_avg", spans[place][1], torch.float32)
+
         for number in range(120):
-            unit = chance.choice(on.units)
+            place = chance.randrange(len(spans))
+            unit, part = spans[place]
             match chance.randrange(4):
                 case 0:
-                    with states.opened(unit, "exp_avg", writes=True):
-                        states.view(unit, "exp_avg", torch.float32).fill_(number)
-                    wanted[unit] = number
+                    with states.opened(unit, "exp_avg", part, writes=True):
+                        values(place).fill_(number)
+                    wanted[place] = number
                 case 1:
-                    with states.updating(unit, lambda: None):
-                        states.view(unit, "exp_avg", torch.float32).fill_(number)
-                    wanted[unit] = number
+                    with states.updating(unit, part, lambda: None):
+                        values(place).fill_(number)
+                    wanted[place] = number
                 case 2:
-                    assert (values_of(states, unit) == wanted[unit]).all()
+                    with states.opened(unit, "exp_avg", part, writes=False):
+                        assert (values(place) == wanted[place]).all()
                 case _:
                     states.read_ahead()
-        for unit, value in wanted.items():
-            assert (values_of(states, unit) == value).all()
+        for place, value in enumerate(wanted):
+            with states.opened(spans[place][0], "exp_avg", spans[place][1], writes=False):
+                assert (values(place) == value).all()
 
 
 def test_threads_share_slots(layout: StoreLayout, on: OnDrives) -> None:
     with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
 
         def work(unit: int) -> None:
+            (part,) = states.parts(unit)
             for number in range(20):
-                with states.opened(unit, "exp_avg", writes=True):
-                    values = states.view(unit, "exp_avg", torch.float32)
+                with states.opened(unit, "exp_avg", part, writes=True):
+                    values = states.view(unit, "exp_avg", part, torch.float32)
                     assert (values == number).all()
                     values += 1
 
@@ -164,7 +193,7 @@ def test_forgotten_states_are_zero(layout: StoreLayout, on: OnDrives) -> None:
 def test_data_that_is_not_what_was_written_is_found(layout: StoreLayout, on: OnDrives, how: str) -> None:
     """A drive that tears, loses or mixes up writes: no step trains on what it returns."""
     drives = DriveLayout(layout, on)
-    (first,), (second,) = drives.blocks[on.units[0], "exp_avg"], drives.blocks[on.units[2], "exp_avg"]
+    (first,), (second,) = (drives.blocks[DriveSpan(on.units[index], 0), "exp_avg"] for index in (0, 2))
     assert first.drive == second.drive
     with lent_planes(layout, on) as planes:
         file = planes[f"drive {first.drive}"]
@@ -234,9 +263,48 @@ def test_pieces_cover_each_block_once_and_do_not_overlap(layout: StoreLayout, on
     taken = sorted((piece.drive, piece.offset, piece.num_bytes) for block in drives.blocks.values() for piece in block)
     for (drive, offset, size), (next_drive, next_offset, _) in itertools.pairwise(taken):
         assert drive != next_drive or offset + size == next_offset
-    for (unit, plane), pieces in drives.blocks.items():
-        assert sum(piece.num_bytes for piece in pieces) == drives.block_bytes(unit, plane)
+    for pieces in drives.blocks.values():
         assert all(piece.offset % GRAIN_BYTES == 0 and piece.num_bytes <= PIECE_BYTES for piece in pieces)
+    all_pieces = [piece for block in drives.blocks.values() for piece in block]
+    assert drives.file_bytes == tuple(sum(p.num_bytes for p in all_pieces if p.drive == drive) for drive in range(2))
+    assert drives.num_bytes == sum(drives.file_bytes) and drives.index_bytes == 8 * len(all_pieces)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3 * 4096), min_size=1, max_size=6),
+    span=st.integers(1, 200).map(lambda groups: 32 * groups),
+    kinds=st.integers(0, 2**6),
+    with_lo=st.booleans(),
+)
+def test_spans_tile_every_unit_and_blocks_hold_what_planes_have_of_them(
+    sizes: list[int], span: int, kinds: int, with_lo: bool
+) -> None:
+    """For units of any tensors, of which some are compressed, some exact and some frozen."""
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.0.mlp.w{i}.weight": (size, 2) for i, size in enumerate(sizes)}
+    shapes |= {"model.embed_tokens.weight": (64, 8), "model.norm.weight": (8,), "model.layers.0.norm.weight": (8,)}
+    whole = with_trained(
+        build_layout(shapes, num_layers=1, tied=True),
+        lambda name: "layers" not in name or "norm" in name or bool(kinds >> int(name.split(".w")[1][0]) & 1),
+        is_bfloat16=lambda _: True,
+    )
+    layout = with_compressed_states(whole)
+    units = tuple(unit.index for unit in layout.units if unit.trained_elements)
+    planes = driven_planes(layout, with_lo=with_lo)
+    drives = DriveLayout(layout, OnDrives(units=units, planes=planes, folders=("/a", "/b"), span_elements=span))
+    for index in units:
+        unit, parts = layout.units[index], drives.parts(index)
+        assert parts[0].start == 0 and parts[-1].stop == unit.trained_elements
+        assert all(former.stop == later.start for former, later in itertools.pairwise(parts))
+        assert all(part.start % COMPRESSED_GROUP == 0 and part.stop - part.start <= span for part in parts)
+        for plane in planes:
+            total = 0
+            for number, part in enumerate(parts):
+                held = layout.part_in(plane, unit, part)
+                num_bytes = (held.stop - held.start) * PLANE_BYTES[plane]
+                size = sum(piece.num_bytes for piece in drives.blocks[DriveSpan(index, number), plane])
+                assert num_bytes <= size < num_bytes + GRAIN_BYTES and size <= drives.slot_bytes[plane]
+                total += held.stop - held.start
+            assert total == unit.elements_in(plane)
 
 
 @pytest.mark.parametrize(
