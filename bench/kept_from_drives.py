@@ -36,8 +36,14 @@ def plan_of(folder: Path, host_gb: int, max_grad_norm: float | None) -> Plan:
         drives=DRIVES,
     )
     train = {"max_steps": 1000, "tokens_per_step": NUM_TOKENS, "sequence_length": ROW_TOKENS}
-    spec = {"name": "kept", "model": "kept", "dataset": "rows", "device": "cuda"}
-    spec |= {"train": {**train, "max_grad_norm": max_grad_norm}, "memory": {"tier": "drive", "accept_wear": True}}
+    spec = {
+        "name": "kept",
+        "model": "kept",
+        "dataset": "rows",
+        "device": "cuda",
+        "train": {**train, "max_grad_norm": max_grad_norm},
+        "memory": {"tier": "drive", "accept_wear": True},
+    }
     return planner.plan(parse_job_spec(spec), folder)
 
 
