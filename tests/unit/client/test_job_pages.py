@@ -101,9 +101,13 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         written_bytes=6 << 30,
         endurance_bytes=60 << 30,
         endurance_share=0.1,
+        num_ends=0,
     )
     text = "states of 3 layers (3.0 GiB), read and written once a step; the job writes 6.0 GiB, 10.00% of what"
     assert f"it fits\non drives: {text} the drives are rated for\n" in plan_page(dataclasses.replace(plan, drives=use))
+    for num_ends, what in ((1, " and of the head"), (2, ", the head and the embedding")):
+        ends = dataclasses.replace(plan, drives=dataclasses.replace(use, num_ends=num_ends))
+        assert f"on drives: states of 3 layers{what} (3.0 GiB), read" in plan_page(ends)
     base = SharedBase(num_bytes=3 << 30, num_jobs=0, key="base")
     text = "\nbase: 3.0 GiB, in memory once for all jobs on it"
     assert f"it fits{text}\n" in plan_page(dataclasses.replace(plan, base=base))
