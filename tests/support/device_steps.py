@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.drives import drive_folders, on_drives, store_on_drives
+from tests.support.drives import drive_folders, on_drives, store_on_drives, values_of
 from tests.support.tiny_models import Run, TinyModel, micro_batch
 from tests.support.traced_layers import traced_layers
 from torch import Tensor
@@ -118,8 +118,7 @@ class DeviceSteps:
                     on = on_drives(model.template.layout, drive_folders(self.folder), with_lo=True)
                     store = stack.enter_context(store_on_drives(model.template.layout, on, grad_dtype=grad_dtype))
                     for name, weight in model.weights.items():
-                        with store.writing(name, "lo"):
-                            store.write_master(name, weight)
+                        store.write_master(name, weight)
                     store.start_training(1)
                 run = self.start(model, store=store, device=device, **options, **kept)
                 for _ in range(2):
@@ -129,10 +128,8 @@ class DeviceSteps:
                 run.trainer.flush()
                 run.trainer.close()
                 names = [tensor.name for _, tensor in store.layout.tensors()]
-                values = {}
-                for name, plane in itertools.product(names, STATE_PLANES):
-                    with store.reading(name, plane):
-                        values[name, plane] = store.flat(name, plane).view(torch.uint8).clone()
+                places = itertools.product(names, STATE_PLANES)
+                values = {(name, plane): values_of(store, name, plane).view(torch.uint8) for name, plane in places}
                 found.append(values)
         assert all(torch.equal(values, found[1][place]) for place, values in found[0].items())
 
