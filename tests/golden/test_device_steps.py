@@ -63,6 +63,11 @@ def test_layers_that_the_device_updates(architecture: str, max_grad_norm: float 
     steps.check_states_on_device(architecture, max_grad_norm)
 
 
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_layers_that_the_device_updates_and_drives_hold(max_grad_norm: float | None, steps: DeviceSteps) -> None:
+    steps.check_states_from_drives("llama", max_grad_norm)
+
+
 @pytest.mark.parametrize("matmul", ["fp8", "fp8_full"])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_products_in_fp8(architecture: str, matmul: Matmul, steps: DeviceSteps) -> None:

@@ -64,6 +64,11 @@ def test_layers_that_the_device_updates(architecture: str, max_grad_norm: float 
     steps.check_states_on_device(architecture, max_grad_norm)
 
 
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_layers_that_the_device_updates_and_drives_hold(max_grad_norm: float | None, steps: DeviceSteps) -> None:
+    steps.check_states_from_drives("llama", max_grad_norm)
+
+
 @pytest.fixture
 def _fp8_units() -> None:
     try:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.drives import drive_folders, on_drives, store_on_drives, values_of
 from tests.support.tiny_models import Run, TinyModel, micro_batch
 from tests.support.traced_layers import traced_layers
 from torch import Tensor
@@ -100,6 +103,35 @@ class DeviceSteps:
         (losses, norms, planes), (found_losses, found_norms, found_planes) = runs
         assert (found_losses, found_norms) == (losses, norms)
         assert all(torch.equal(*pair) for pair in zip(planes, found_planes, strict=True))
+
+    def check_states_from_drives(self, architecture: str, max_grad_norm: float | None) -> None:
+        """Layers that the device updates and whose states have their home on drives: the weights and moments of a run
+        in memory, after three steps and another job's turn."""
+        model, found = self.tiny_model(architecture), []
+        options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "deterministic": True}
+        with ExitStack() as stack:
+            for kept in ({}, {"resident_layers": 3, "state_layers": 2}):
+                device = self.new_device()
+                grad_dtype = None if max_grad_norm is None else device.gradient_dtype
+                store = model.store(grad_dtype=grad_dtype)
+                if kept:
+                    on = on_drives(model.template.layout, drive_folders(self.folder), with_lo=True)
+                    store = stack.enter_context(store_on_drives(model.template.layout, on, grad_dtype=grad_dtype))
+                    for name, weight in model.weights.items():
+                        store.write_master(name, weight)
+                    store.start_training(1)
+                run = self.start(model, store=store, device=device, **options, **kept)
+                for _ in range(2):
+                    run.trainer.train_step(_rows())
+                run.trainer.release_device()
+                run.trainer.train_step(_rows())
+                run.trainer.flush()
+                run.trainer.close()
+                names = [tensor.name for _, tensor in store.layout.tensors()]
+                places = itertools.product(names, STATE_PLANES)
+                values = {(name, plane): values_of(store, name, plane).view(torch.uint8) for name, plane in places}
+                found.append(values)
+        assert all(torch.equal(values, found[1][place]) for place, values in found[0].items())
 
     def _check_update(self, grad_dtype: torch.dtype) -> None:
         """AdamW of one unit in the device's memory and in the host's, from the same numbers."""

@@ -1,8 +1,9 @@
 """Optimizer states of some layers in the device's memory: master, moments and gradient stay there, and the device
 updates them itself. What never leaves the device crosses neither the link nor the host's memory.
 
-The store's planes are these layers' home. They are up to date after `send_home` alone; until then the store's
-`generations` say that the units have an older update, so that nobody continues from them.
+The store's planes, or its drives, are these layers' home. They are up to date after `send_home` alone; until then the
+store's `generations` say that the units have an older update, so that nobody continues from them. Of a layer whose home
+is on drives, no step reads or writes there.
 
 Shapes: flat, of a unit's trained elements. Of each, `lo` takes 2 bytes, the moments 8, and the gradient of a store that
 keeps gradients what it takes there. `hi` is in the layer's weights; where those are in fp32, it takes 2 more.
@@ -11,14 +12,14 @@ Source: Deep Optimizer States (arXiv 2410.21316), with which layers by plan and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.binding import Exact
-from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.protocol import Device, Queue
 from horizon_server.store.adamw import STATE_PLANES, AdamWStep, UnitStates, update_states
 from horizon_server.store.host_store import HostStore, join_halves, merge_master
 
@@ -54,6 +55,7 @@ class DeviceStates:
         assert not units or not store.layout.is_compressed, "the device has no kernel for compressed states"
         of_store = [store.layout.units[index] for index in units]
         self._units = {unit.index: unit for unit in of_store if unit.trained_elements}
+        store.leave_out(self._units)
         self._is_fp32 = device.compute_dtype is torch.float32
         self._exact_pieces: Callable[[int], Sequence[Exact]] = (lambda _: ()) if self._is_fp32 else exact_pieces
         self._kept: dict[int, _Kept] = {}
@@ -88,13 +90,14 @@ class DeviceStates:
             self._gradient = device.allocate("gradients", largest, device.gradient_dtype)
 
     def fill(self, unit_index: int, weights: Tensor) -> None:
-        """Append the copy of a unit's states from their home to h2d. `weights` is its slot, which has been filled."""
+        """Append the copy of a unit's states from their home to h2d; what comes from drives has arrived when this
+        returns. `weights` is its slot, which has been filled. Raises DriveFailed."""
         self._ahead.pop(unit_index, None)
         self._weights[unit_index] = weights
         states = self._states(unit_index)
         for plane in STATE_PLANES if self._is_fp32 else STATE_PLANES[1:]:
-            home, out = self._home(unit_index, plane), getattr(states, plane)
-            self._device.upload(home, out, label=f"states of unit {unit_index}")
+            for home, part in self._at_home(unit_index, plane, self._device.h2d, writes=False):
+                self._device.upload(home, getattr(states, plane)[part], label=f"states of unit {unit_index}")
 
     def gradient(self, unit_index: int) -> Tensor:
         """Where a unit's gradient is to be, in the dtype that gradients leave the device in: its own memory where the
@@ -133,8 +136,8 @@ class DeviceStates:
         """Block until the store has the newest update of every unit. All updates are over.
 
         Raises:
-            HorizonError: the first error that a queue of the device met; what was not copied, the store's generations
-                do not claim.
+            HorizonError: the first error that a queue of the device met, or a drive; what was not copied, the store's
+                generations do not claim.
         """
         if not self._ahead:
             return
@@ -143,9 +146,11 @@ class DeviceStates:
             generations.begin(index, generation)
             states = self._states(index)
             for plane in STATE_PLANES:
-                device.download(getattr(states, plane), self._home(index, plane), label=f"states of unit {index}")
+                for home, part in self._at_home(index, plane, device.d2h, writes=True):
+                    device.download(getattr(states, plane)[part], home, label=f"states of unit {index}")
         device.d2h.record().wait()
         device.raise_failure()
+        self._store.flush()
         for index, generation in ahead.items():
             generations.end(index, generation)
         self._ahead.clear()
@@ -169,5 +174,19 @@ class DeviceStates:
         hi = kept.halves[:size].view(torch.bfloat16) if self._is_fp32 else self._weights[unit_index][:size]
         return UnitStates(hi=hi, lo=kept.halves[-size:], exp_avg=kept.moments[:size], exp_avg_sq=kept.moments[size:])
 
-    def _home(self, unit_index: int, plane: str) -> Tensor:
-        return self._store.unit(unit_index, plane)[: self._units[unit_index].trained_elements]
+    def _at_home(self, unit_index: int, plane: str, queue: Queue, *, writes: bool) -> Iterator[tuple[Tensor, slice]]:
+        """What a plane of a unit is to be copied from or to, with the elements of the unit that it is of. What is on
+        drives is in memory until the next one is asked for, which waits until `queue` has copied it."""
+        store, unit = self._store, self._units[unit_index]
+        if store.is_in_memory(unit_index, plane):
+            yield store.unit(unit_index, plane)[: unit.trained_elements], slice(0, unit.trained_elements)
+            return
+        for tensor in unit.tensors:
+            if not tensor.trained:
+                continue
+            opened = store.writing if writes else store.reading
+            for part in store.stretches(tensor.name):
+                with opened(tensor.name, plane, part):
+                    home = store.flat(tensor.name, plane, part)
+                    yield home, slice(tensor.offset + part.start, tensor.offset + part.start + len(home))
+                    queue.record().wait()

@@ -21,7 +21,6 @@ from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_ON_DRIVES, NOTHING_STAYS, Execution, Parallel
 from horizon_server.records.plan import DriveUse, Ledger, StepPrediction
 from horizon_server.spec import EVERYTHING, LORA, parse_job_spec
-from horizon_server.store.drive_layout import DriveLayout
 from horizon_server.texts import size_text
 
 _Change = Mapping[str, Mapping[str, Any]]
@@ -117,7 +116,7 @@ def _with(case: Case, execution: Execution, changes: Sequence[_Change]) -> _Fit 
         ledger = changed.ledger(wanted)
         if not changed.fits(ledger, wanted):
             return None
-        use = drive_use(DriveLayout(changed.folder.layout, wanted.drives), case.drives, case.num_steps)
+        use = drive_use(changed.folder, wanted, case.drives, case.num_steps)
         try:
             check_wear(changed.spec, use, case.drives)
         except InvalidSpec:

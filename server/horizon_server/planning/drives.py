@@ -15,6 +15,7 @@ import structlog
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DriveRates
+from horizon_server.planning.residency import moving_units, state_units
 from horizon_server.records.execution import SPAN_ELEMENTS, Execution, OnDrives
 from horizon_server.records.plan import DriveUse, PlannedMachine
 from horizon_server.settings import Settings
@@ -101,22 +102,16 @@ def with_drives(
     Layers come first, and the embedding last: what the next step begins with waits for all of it, and where it is in
     memory for the rows in use alone.
     """
+    layers = _trained_layers(folder)
     trained = [unit for unit in folder.layout.units if unit.trained_elements]
-    layers = [unit.index for unit in trained if unit.kind == "layer"]
     ends = [unit.index for kind in ("head", "embedding") for unit in trained if unit.kind == kind]
     # The ring of small layers does not grow with what comes to them: each unit more saves memory.
     largest = max((folder.layout.units[unit].trained_elements for unit in layers or ends), default=0)
     span_elements = min(SPAN_ELEMENTS, largest)
 
     def with_units(number: int) -> Execution:
-        # Evenly spread, so that the optimizer never waits for many of them in a row.
         of_layers = min(number, len(layers))
-        chosen = [
-            unit
-            for place, unit in enumerate(layers)
-            if (place + 1) * of_layers // len(layers) > place * of_layers // len(layers)
-        ]
-        units = tuple(sorted([*chosen, *ends[: number - of_layers]]))
+        units = tuple(sorted([*_spread(layers, of_layers), *ends[: number - of_layers]]))
         planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution, units))
         on = OnDrives(units=units, planes=planes, folders=drives.folders, span_elements=span_elements)
         return dataclasses.replace(execution, drives=on)
@@ -132,15 +127,48 @@ def with_drives(
     return with_units(many)
 
 
-def drive_use(layout: DriveLayout, drives: NodeDrives | None, num_steps: int | None) -> DriveUse | None:
-    """What a job on drives costs them; None where it has nothing there."""
-    if not layout.on.units:
+def kept_first(folder: ModelFolder, execution: Execution) -> Execution:
+    """The same with the states of as many layers on drives, but first of those whose states stay on the device: no step
+    reads these there or writes them. Where the layers that would change places differ in size, all stay in theirs: the
+    plan might not fit then."""
+    units, kept = _trained_layers(folder), {unit.index for unit in state_units(folder.layout, execution.residency)}
+    on_drives = [unit for unit in execution.drives.units if unit in units]
+    if not kept or not on_drives:
+        return execution
+    first, others = [unit for unit in units if unit in kept], [unit for unit in units if unit not in kept]
+    of_first = min(len(first), len(on_drives))
+    chosen = {*_spread(first, of_first), *_spread(others, len(on_drives) - of_first)}
+    size_of = {unit.index: unit.trained_elements for unit in folder.layout.units}
+    if sorted(size_of[unit] for unit in chosen) != sorted(size_of[unit] for unit in on_drives):
+        return execution
+    # What is not a layer stays where it is.
+    chosen |= set(execution.drives.units) - set(units)
+    return dataclasses.replace(execution, drives=dataclasses.replace(execution.drives, units=tuple(sorted(chosen))))
+
+
+def _trained_layers(folder: ModelFolder) -> list[int]:
+    return [unit.index for unit in folder.layout.units if unit.kind == "layer" and unit.trained_elements]
+
+
+def _spread(units: Sequence[int], number: int) -> tuple[int, ...]:
+    """This number of them, evenly spread, so that the optimizer never waits for many in a row."""
+    total = len(units)
+    return tuple(unit for i, unit in enumerate(units) if (i + 1) * number // total > i * number // total)
+
+
+def drive_use(
+    folder: ModelFolder, execution: Execution, drives: NodeDrives | None, num_steps: int | None
+) -> DriveUse | None:
+    """What a job on drives costs them; None where it has nothing there. What stays on the device is left out: it is
+    written where it goes home, before checkpoints, evaluations and turns, and not once a step."""
+    if not execution.drives.units:
         return None
+    moving = dataclasses.replace(execution.drives, units=moving_units(folder.layout, execution))
     use = DriveUse(
-        num_layers=sum(layout.store.units[unit].kind == "layer" for unit in layout.on.units),
-        num_ends=sum(layout.store.units[unit].kind != "layer" for unit in layout.on.units),
-        num_bytes=layout.num_bytes,
-        num_drives=len(layout.on.folders),
+        num_layers=sum(folder.layout.units[unit].kind == "layer" for unit in moving.units),
+        num_ends=sum(folder.layout.units[unit].kind != "layer" for unit in moving.units),
+        num_bytes=DriveLayout(folder.layout, moving).num_bytes,
+        num_drives=len(moving.folders),
         endurance_bytes=None if drives is None else drives.endurance_bytes,
     )
     return use if num_steps is None else use.of_steps(num_steps)

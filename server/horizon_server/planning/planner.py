@@ -413,7 +413,7 @@ class Planner:
             device=execution.device_kind,
             host_limit_bytes=limit_bytes,
             plane_bytes=planes,
-            drives=drive_use(on_drives, drives, case.num_steps),
+            drives=drive_use(folder, execution, drives, case.num_steps),
             drive_file_bytes=on_drives.file_bytes,
             base=base,
             num_parameters=folder.layout.num_parameters,

@@ -62,6 +62,13 @@ def state_units(layout: StoreLayout, residency: Residency) -> list[UnitLayout]:
     return _spread(resident, residency.state_layers)
 
 
+def moving_units(layout: StoreLayout, execution: Execution) -> tuple[int, ...]:
+    """Those with states on drives that each step reads there and writes: all but those whose states stay on the
+    device."""
+    kept = {unit.index for unit in state_units(layout, execution.residency)}
+    return tuple(unit for unit in execution.drives.units if unit not in kept)
+
+
 def _spread(units: Sequence[UnitLayout], number: int) -> list[UnitLayout]:
     total = len(units)
     return [unit for i, unit in enumerate(units) if (i + 1) * number // total > i * number // total]

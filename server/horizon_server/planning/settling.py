@@ -12,6 +12,7 @@ from typing import Literal
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.advice import why_not
 from horizon_server.planning.case import Case, placed
+from horizon_server.planning.drives import kept_first
 from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.ledger import attention_output_bytes
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
@@ -113,7 +114,7 @@ class _Way:
             for chosen in (_attention_outputs, _residency):
                 residency = chosen(case, execution, ledger)
                 if residency is not None:
-                    execution = dataclasses.replace(execution, residency=residency)
+                    execution = kept_first(case.folder, dataclasses.replace(execution, residency=residency))
                     ledger, prediction = case.ledger(execution), case.prediction(execution)
         return cls(execution=execution, ledger=ledger, prediction=prediction, fits=fits)
 
@@ -197,15 +198,14 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
     room_bytes = int(SPARE_USABLE * execution.device_limit_bytes) - ledger.device_total_bytes
     if execution.device_kind == "host" or execution.activation_placement == "host" or room_bytes <= 0:
         return None
-
     before = execution.residency
 
     def beside(residency: Residency) -> Execution:
-        """With the outputs of attention that are kept already."""
+        """With the outputs of attention that are kept already, and the drives' layers in their order."""
         kept = dataclasses.replace(
             residency, attention_layers=before.attention_layers, attention_bytes=before.attention_bytes
         )
-        return dataclasses.replace(execution, residency=kept)
+        return kept_first(case.folder, dataclasses.replace(execution, residency=kept))
 
     def step_s(residency: Residency) -> float:
         prediction = case.prediction(beside(residency))
@@ -220,9 +220,8 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
     # Layers that run eagerly keep none.
     keeps_products = case.layer is None and case.compiles(execution) and not execution.chunk_tokens
     # Several ranks update what is in memory that they share, and the gradients of calls add up there. The device has no
-    # kernel for compressed states, and those on drives have another home.
-    has_states = execution.num_ranks == 1 and not execution.adds_up
-    has_states &= not layout.is_compressed and not execution.drives.units
+    # kernel for compressed states.
+    has_states = execution.num_ranks == 1 and not execution.adds_up and not layout.is_compressed
     found = choose_residency(
         step_s,
         room_bytes=room_bytes,

@@ -20,7 +20,13 @@ from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.ledger import attention_output_bytes, chunked_row_tokens
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.pages import PagesPlan, visited_share
-from horizon_server.planning.residency import packed_units, resident_units, skips_projection, state_units
+from horizon_server.planning.residency import (
+    moving_units,
+    packed_units,
+    resident_units,
+    skips_projection,
+    state_units,
+)
 from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import RING_SLOTS, DeviceKind, Execution
@@ -261,9 +267,10 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
         hop_bytes=hop_bytes,
         head_hop_bytes=hop_bytes if on_host else hop_bytes / execution.num_ranks,
         drive_bytes=tuple(
-            (unit, state_bytes(folder.layout, unit, execution.drives.planes)) for unit in execution.drives.units
+            (unit, state_bytes(folder.layout, unit, execution.drives.planes))
+            for unit in moving_units(folder.layout, execution)
         ),
-        drive_spans=tuple((unit, len(drives.parts(unit))) for unit in execution.drives.units),
+        drive_spans=tuple((unit, len(drives.parts(unit))) for unit in moving_units(folder.layout, execution)),
         ring_slots=execution.drives.ring_slots,
         longest_share=sum(of_rank.lengths) * execution.num_ranks / recipe.tokens_per_step,
     )

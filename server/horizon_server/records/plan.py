@@ -93,9 +93,9 @@ class SharedBase:
 
 @dataclass(frozen=True, kw_only=True)
 class DriveUse:
-    """What of a job's states is on the node's drives: `num_bytes` on all of them together, which a step reads once and
-    writes once. `written_bytes` are the whole job's, where its steps are known; `endurance_bytes` is what the drives
-    are rated for, where that is known."""
+    """What a job's steps move to and from the node's drives: `num_bytes` on all of them together, which a step reads
+    once and writes once. What has its home there and stays on the device is not among it. `written_bytes` are the whole
+    job's, where its steps are known; `endurance_bytes` is what the drives are rated for, where that is known."""
 
     num_layers: int
     num_bytes: int
@@ -119,6 +119,8 @@ class DriveUse:
     @property
     def text(self) -> str:
         """In one line, for people."""
+        if not self.num_layers:
+            return "states of layers that stay on the device, written where they go home and not by steps"
         layers = f"states of {self.num_layers} layer{'' if self.num_layers == 1 else 's'}"
         layers += ("", " and of the head", ", the head and the embedding")[self.num_ends]
         text = f"{layers} ({size_text(self.num_bytes)}), written once a step"

@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -177,6 +177,11 @@ class DriveStates:
                 self._write(slot)
             self._next = (self._place[span] + 1) % len(self._order)
             self._read_ahead()
+
+    def leave_out(self, units: Collection[int]) -> None:
+        """Read nothing ahead for these units: they are updated elsewhere. Before the first update."""
+        self._order = [span for span in self._order if span.unit not in units]
+        self._place, self._next = {span: place for place, span in enumerate(self._order)}, 0
 
     def read_ahead(self) -> None:
         """Begin to read what the optimizer takes next, as far as there is room. Raises DriveFailed: a drive has failed

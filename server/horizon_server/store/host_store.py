@@ -11,7 +11,7 @@ that.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -252,6 +252,15 @@ class HostStore:
     def is_on_drives(self, index: int) -> bool:
         """Whether a unit has states on drives, which are updated span by span."""
         return self._drives is not None and bool(self._drives.parts(index))
+
+    def is_in_memory(self, index: int, plane: str) -> bool:
+        """Whether what a plane has of a unit is in memory, and not on drives."""
+        return self._drives is None or not self._drives.holds(index, plane)
+
+    def leave_out(self, units: Collection[int]) -> None:
+        """These units are updated elsewhere from now on, so that nothing is read ahead for them."""
+        if self._drives is not None:
+            self._drives.leave_out(units)
 
     def read_ahead(self) -> None:
         """Begin to read what the next updates take from drives. Raises DriveFailed: a drive has failed meanwhile."""

@@ -18,15 +18,17 @@ from tests.unit.planning.test_planner import CONFIG, GIB, H100, spec_of
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning import drives as drives_module
-from horizon_server.planning.drives import NodeDrives, drives_of, find_drives
+from horizon_server.planning.drives import NodeDrives, drives_of, find_drives, kept_first
 from horizon_server.planning.machine import Accelerator, HostMemory
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.play import DriveWork, Visit, play
-from horizon_server.planning.rates import DriveRates
+from horizon_server.planning.rates import DeviceRates, DriveRates
+from horizon_server.planning.residency import moving_units, state_units
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import work_of_step
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.execution import RING_SLOTS, SPAN_ELEMENTS, OnDrives
+from horizon_server.records.execution import RING_SLOTS, SPAN_ELEMENTS, Execution, OnDrives, Residency
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
@@ -56,14 +58,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planner_of(
-    host_bytes: int, drives: NodeDrives | None = DRIVES, *, accelerators: tuple[Accelerator, ...] = ()
+    host_bytes: int,
+    drives: NodeDrives | None = DRIVES,
+    *,
+    accelerators: tuple[Accelerator, ...] = (),
+    cuda_rates: DeviceRates = RATES,
 ) -> Planner:
     return Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=host_bytes, available_bytes=host_bytes),
         num_threads=1,
         accelerators=accelerators,
-        rates=lambda: {"host": RATES, "host_bfloat16": RATES, "cuda": RATES},
+        rates=lambda: {"host": RATES, "host_bfloat16": RATES, "cuda": cuda_rates},
         drives=drives,
     )
 
@@ -311,3 +317,64 @@ def test_folders_that_cannot_be_used_are_named_at_the_start(tmp_path: Path, monk
     assert find_drives(settings) is None
     assert [facts["folder"] for facts in named] == [str(tmp_path / "gone"), "/dev/shm"]
     assert "no such folder" in named[0]["why"] and "tmpfs" in named[1]["why"]
+
+
+SLOW_MEMORY = dataclasses.replace(RATES, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4, adamw_bytes_per_s=1e4)
+
+
+@pytest.mark.parametrize("is_small", [False, True], ids=["a large device", "a small one"])
+@pytest.mark.parametrize("train", [{}, {"max_grad_norm": None}], ids=["clipping", "updates in backward"])
+def test_what_stays_on_the_device_has_its_home_on_drives_before_others(
+    train: dict[str, Any], is_small: bool, folder: Path
+) -> None:
+    spec = spec_of(device="cuda", sequence_length=64, **train)
+    of_node: dict[str, Any] = {"accelerators": (H100,), "cuda_rates": SLOW_MEMORY}
+    limit = needed(folder, spec, **of_node) - (100 if is_small else 40) * MIB
+    if is_small:
+        least = plan(folder, spec, 64 * GIB, accelerators=(H100,)).execution.residency
+        assert not least.is_anything
+        usable = plan(folder, spec, 64 * GIB, accelerators=(H100,)).device_total_bytes + 80 * MIB
+        gpu = dataclasses.replace(H100, memory_bytes=int((usable / 0.95 + GIB) / 0.96))
+        of_node["accelerators"] = (gpu,)
+    found = plan(folder, on_drives(spec), limit, **of_node)
+    execution = found.execution
+    layout = open_model_folder(folder).layout
+    kept = {unit.index for unit in state_units(layout, execution.residency)}
+    driven = set(execution.drives.units)
+    assert found.fits and kept and driven
+    assert kept < driven if is_small else driven < kept, "those come first"
+    moving = moving_units(layout, execution)
+    assert set(moving) == driven - kept and found.drives is not None
+    assert found.drives.num_layers == len(moving)
+    on = dataclasses.replace(execution.drives, units=moving)
+    assert found.drives.num_bytes == DriveLayout(layout, on).num_bytes
+    assert found.prediction is not None
+    assert ("drive" in found.prediction.parts_s) == bool(moving)
+    # The files have room for all of them.
+    assert sum(found.drive_file_bytes) == DriveLayout(layout, execution.drives).num_bytes
+
+
+def test_drives_that_no_step_needs_do_not_wear(folder: Path) -> None:
+    spec, of_node = spec_of(device="cuda", sequence_length=64), {"accelerators": (H100,), "cuda_rates": SLOW_MEMORY}
+    limit = needed(folder, spec, **of_node) - 10 * MIB
+    worn = dataclasses.replace(DRIVES, endurance_bytes=1)
+    found = plan(folder, on_drives(spec), limit, drives=worn, **of_node)
+    assert found.execution.drives.units and found.drives is not None
+    assert (found.drives.num_bytes, found.drives.written_bytes) == (0, 0)
+    assert "not by steps" in found.drives.text
+    with pytest.raises(InvalidSpec, match="accept_wear"):
+        plan(folder, on_drives(spec_of()), needed(folder, spec_of()) - 10 * MIB, drives=worn)
+
+
+def test_layers_of_other_sizes_stay_where_the_plan_fits(folder: Path) -> None:
+    opened = open_model_folder(folder)
+    on = OnDrives(units=(1,), planes=("exp_avg", "exp_avg_sq"), folders=("/drives/a",))
+    execution = Execution(residency=Residency(resident_layers=1, state_layers=1), drives=on)
+    [kept] = [unit.index for unit in state_units(opened.layout, execution.residency)]
+    assert kept_first(opened, execution).drives.units == (kept,) != (1,)
+    first = opened.layout.units[1]
+    [tensor] = first.tensors
+    smaller = dataclasses.replace(first, tensors=(dataclasses.replace(tensor, num_elements=tensor.num_elements // 2),))
+    units = tuple(smaller if unit is first else unit for unit in opened.layout.units)
+    other = dataclasses.replace(opened, layout=dataclasses.replace(opened.layout, units=units))
+    assert kept_first(other, execution) == execution

@@ -123,7 +123,8 @@ class CudaDevice(QueuedDevice):
                     inside = {cut - part.start for cut in cuts if part.start < cut < part.stop}
                     self._pinned.add(memory[part], cuts=sorted({0, *inside, part.stop - part.start}))
         for index in states:
-            for plane in STATE_PLANES[1:]:
+            # What goes home to drives passes through a ring that is not registered.
+            for plane in (plane for plane in STATE_PLANES[1:] if store.is_in_memory(index, plane)):
                 home = store.unit(index, plane)[: units[index].trained_elements]
                 self._pinned.add(home, cuts=[0, len(home)])
         # Gradients are rounded to bf16 in parts: a buffer for the whole would take half a slot more.
