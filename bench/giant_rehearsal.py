@@ -14,6 +14,7 @@ python -m bench.giant --rehearse
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,7 +49,7 @@ from horizon_server.store.adamw import update_unit
 from horizon_server.store.drive_files import lent_files
 from horizon_server.store.drive_layout import INDEX_PLANE, DriveLayout, driven_planes
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import plane_sizes
+from horizon_server.store.layout import COMPRESSED_GROUP, plane_sizes
 from horizon_server.store.planes import lent_memory
 
 # As many tokens as let nearly all of 128 experts be used.
@@ -151,8 +152,7 @@ def filled_store(folder: ModelFolder, execution: Execution) -> Iterator[HostStor
         for _, place in layout.tensors():
             is_norm = len(place.shape) == 1
             weights = torch.ones(place.shape) if is_norm else 0.02 * torch.randn(place.shape, generator=generator)
-            with store.writing(place.name, "lo"), store.writing(place.name, "lo8"):
-                store.write_master(place.name, weights)
+            store.write_master(place.name, weights)
         yield store
 
 
@@ -210,7 +210,7 @@ def rehearse(
     small_spec = spec_of(form, num_tokens=_ROW_TOKENS)
     with outline(narrowed(config, width)) as path:
         folder = open_for_training(path, small_spec.train)
-        execution = _small(whole_execution, folder, width, drive)
+        execution = _small(whole_execution, whole_folder, folder, width, drive)
         work = work_of_step(folder, small_spec.train.recipe, execution)
         slow = _rates_at_scale(whole, Seconds.of(work, _unit_rates(rates)), rates, scale)
         seconds = _at_tempo(Seconds.of(work, slow), whole, scale)
@@ -218,7 +218,7 @@ def rehearse(
         drive_rate = None
         if seconds.drives.seconds and slow.drives is not None:
             drive_rate = slow.drives.read_bytes_per_s
-        pages = PagesPlan.of(folder.layout, execution).units.values()
+        pages = PagesPlan.of(folder.layout, execution.expert_page_elements).units.values()
         parts = max((len(paged.pages) + 2 for paged in pages), default=1)
         tempo = tempo_of(seconds, parts=parts, link_bytes_per_s=slow.h2d_bytes_per_s, drive_bytes_per_s=drive_rate)
         measured_s = step_seconds(folder, small_spec.train.recipe, execution, tempo, num_steps=num_steps)
@@ -231,13 +231,15 @@ def rehearse(
     )
 
 
-def _small(execution: Execution, folder: ModelFolder, width: int, drive: str) -> Execution:
+def _small(execution: Execution, whole: ModelFolder, folder: ModelFolder, width: int, drive: str) -> Execution:
     """The execution of the narrow model: on the host, in the same dtypes, with the states of the same layers on one
-    drive."""
+    drive, in about as many spans."""
     drives = execution.drives
     if drives.units:
         planes = driven_planes(folder.layout, with_lo="lo" in drives.planes or "lo8" in drives.planes)
-        drives = OnDrives(units=drives.units, planes=planes, folders=(drive,), ring_slots=drives.ring_slots)
+        share = _layer_elements(folder) / _layer_elements(whole)
+        groups = max(1, round(share * drives.span_elements / COMPRESSED_GROUP))
+        drives = replace(drives, planes=planes, folders=(drive,), span_elements=groups * COMPRESSED_GROUP)
     return Execution(
         compute_dtype=execution.compute_dtype,
         grad_bytes=execution.grad_bytes,
@@ -247,10 +249,21 @@ def _small(execution: Execution, folder: ModelFolder, width: int, drive: str) ->
     )
 
 
+def _layer_elements(folder: ModelFolder) -> int:
+    return max(unit.trained_elements for unit in folder.layout.units if unit.kind == "layer")
+
+
 def _unit_rates(rates: DeviceRates) -> DeviceRates:
     """With these, the seconds of copies, updates and drives are their bytes."""
     drives = None if rates.drives is None else replace(rates.drives, read_bytes_per_s=2.0, write_bytes_per_s=2.0)
-    return replace(rates, h2d_bytes_per_s=1.0, d2h_bytes_per_s=1.0, adamw_bytes_per_s=1.0, drives=drives)
+    return replace(
+        rates,
+        h2d_bytes_per_s=1.0,
+        d2h_bytes_per_s=1.0,
+        adamw_bytes_per_s=1.0,
+        compressed_parameters_per_s=math.inf,
+        drives=drives,
+    )
 
 
 def _rates_at_scale(whole: Seconds, in_bytes: Seconds, rates: DeviceRates, scale: float) -> DeviceRates:
@@ -269,6 +282,7 @@ def _rates_at_scale(whole: Seconds, in_bytes: Seconds, rates: DeviceRates, scale
         d2h_bytes_per_s=link,
         gather_bytes_per_s=link,
         adamw_bytes_per_s=updated(in_bytes) / (scale * updated(whole)),
+        compressed_parameters_per_s=math.inf,
         submit_s=0.0,
     )
     if whole.drives.seconds and rates.drives is not None:

@@ -18,7 +18,7 @@ from horizon_server.planning.chunks import SUGGESTED_CHUNKS, check_chunks
 from horizon_server.planning.drives import check_drives, check_wear, drive_use
 from horizon_server.planning.pages import check_pages
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.execution import NOTHING_ON_DRIVES, NOTHING_STAYS, Execution, Parallel
+from horizon_server.records.execution import Execution, Parallel
 from horizon_server.records.plan import DriveUse, Ledger, StepPrediction
 from horizon_server.spec import EVERYTHING, LORA, parse_job_spec
 from horizon_server.texts import size_text
@@ -106,9 +106,7 @@ def _with(case: Case, execution: Execution, changes: Sequence[_Change]) -> _Fit 
         return None
     with suppress(InvalidSpec):
         changed = _changed(case, change)
-        wanted = with_spec(
-            dataclasses.replace(execution, residency=NOTHING_STAYS, drives=NOTHING_ON_DRIVES), changed.spec
-        )
+        wanted = with_spec(execution, changed.spec)
         check_drives(changed.spec, case.drives)
         check_chunks(changed.folder, changed.spec)
         check_pages(changed.folder, wanted)

@@ -18,7 +18,7 @@ from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_time import layer_seconds, predict_forward, predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
-from horizon_server.records.execution import Execution
+from horizon_server.records.execution import NOTHING_ON_DRIVES, NOTHING_STAYS, Execution
 from horizon_server.records.plan import Ledger, ReferencePass, StepPrediction
 from horizon_server.spec import METHODS, JobSpec
 
@@ -146,7 +146,8 @@ class Case:
 
 def placed(case: Case, execution: Execution) -> Execution:
     """Keep layer inputs on the device while they fit there; offload them where that makes the job fit, or other ranks
-    need them."""
+    need them. What an earlier plan has on drives or on the device is not asked for."""
+    execution = dataclasses.replace(execution, residency=NOTHING_STAYS, drives=NOTHING_ON_DRIVES)
     if execution.parallel == "layers":
         return dataclasses.replace(execution, activation_placement="host", deals_lanes=False)
     on_device = on_drives(case, execution)
