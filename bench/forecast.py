@@ -17,8 +17,9 @@ from horizon_server.planning.gpus import FP8_TIMES_AS_FAST, estimated_rates, gpu
 from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
+from horizon_server.planning.step_parts import TODAY, EngineFacts
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
 from horizon_server.records.plan import StepPrediction

@@ -12,8 +12,9 @@ from bench.forecast import model_7b
 from bench.gpu.steps import with_base
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.residency import possible_ends
+from horizon_server.planning.step_parts import TODAY
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import TODAY, work_of_step
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import NOTHING_STAYS, Execution
 

@@ -16,8 +16,9 @@ from bench.forecast import model_7b
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DeviceRates, PeerRates
+from horizon_server.planning.step_parts import TODAY
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import TODAY, work_of_step
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution, Parallel
 

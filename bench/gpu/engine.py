@@ -29,8 +29,9 @@ from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.ledger import micro_batch_tokens, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
+from horizon_server.planning.step_parts import TODAY, StepWork
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
 from horizon_server.records.plan import Ledger, StepPrediction

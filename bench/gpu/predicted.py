@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from horizon_server.planning.rates import DeviceRates
-from horizon_server.planning.step_work import StepWork
+from horizon_server.planning.step_parts import StepWork
 from horizon_server.store.layout import StoreLayout
 
 # Of a parameter: both halves of its master and its moments.

@@ -19,8 +19,9 @@ from bench.gpu.steps import with_base
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.residency import possible_ends
+from horizon_server.planning.step_parts import TODAY, EngineFacts
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
 from horizon_server.records.plan import StepPrediction

@@ -8,7 +8,8 @@ from typing import Any
 
 from horizon_server.planning.ledger import LayerMemory, plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
-from horizon_server.planning.step_work import TODAY, EngineFacts, StepWork, work_of_step
+from horizon_server.planning.step_parts import TODAY, EngineFacts, StepWork
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, Execution, Residency
 from horizon_server.records.plan import Ledger

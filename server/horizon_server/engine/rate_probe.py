@@ -39,8 +39,9 @@ from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.rates import DeviceRates, WidthRates, rate_at
+from horizon_server.planning.step_parts import StepWork
 from horizon_server.planning.step_time import BACKWARD_OF_ATTENTION, Seconds
-from horizon_server.planning.step_work import FUSED_LOGIT_BYTES, StepWork, work_of_step
+from horizon_server.planning.step_work import FUSED_LOGIT_BYTES, work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind, Execution
 from horizon_server.store.adamw import AdamWStep, update_unit

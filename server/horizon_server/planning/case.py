@@ -16,8 +16,9 @@ from horizon_server.planning.nodes import network_bytes, of_one_node, with_netwo
 from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import with_answers
+from horizon_server.planning.step_parts import TODAY, StepWork
 from horizon_server.planning.step_time import layer_seconds, predict_forward, predict_step
-from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.records.execution import NOTHING_ON_DRIVES, NOTHING_STAYS, Execution
 from horizon_server.records.plan import Ledger, ReferencePass, StepPrediction
 from horizon_server.spec import METHODS, JobSpec

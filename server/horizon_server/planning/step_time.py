@@ -25,7 +25,7 @@ from horizon_server.planning.play import (
     visits_of,
 )
 from horizon_server.planning.rates import LOOPBACK_BYTES_PER_S, DeviceRates, rate_at
-from horizon_server.planning.step_work import StepWork, UnitTraffic
+from horizon_server.planning.step_parts import StepWork, UnitTraffic
 from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.records.plan import Bound, StepPrediction
 

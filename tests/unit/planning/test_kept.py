@@ -31,8 +31,8 @@ from horizon_server.planning.residency import (
     resident_units,
     state_units,
 )
+from horizon_server.planning.step_parts import StepWork
 from horizon_server.planning.step_time import Seconds, predict_step
-from horizon_server.planning.step_work import StepWork
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.records.plan import Plan

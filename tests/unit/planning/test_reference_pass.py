@@ -15,8 +15,8 @@ from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
+from horizon_server.planning.step_parts import StepWork
 from horizon_server.planning.step_time import predict_forward, predict_step
-from horizon_server.planning.step_work import StepWork
 from horizon_server.records.execution import DeviceKind
 from horizon_server.records.plan import Plan
 from horizon_server.settings import load_settings

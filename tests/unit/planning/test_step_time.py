@@ -15,8 +15,8 @@ from tests.support.rates import RATES
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.play import Visit, play
 from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.step_parts import StepWork
 from horizon_server.planning.step_time import Seconds, predict_step
-from horizon_server.planning.step_work import StepWork
 from horizon_server.records.execution import DeviceKind
 
 TOKENS, ROW = 160, 64

@@ -14,13 +14,8 @@ from tests.support.plans import step_work
 from horizon_server.planning.elementwise import copied_bytes, elementwise_bytes
 from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.planning.step_work import (
-    DETERMINISTIC_BACKWARD,
-    TODAY,
-    EngineFacts,
-    LayerWork,
-    StepWork,
-)
+from horizon_server.planning.step_parts import TODAY, EngineFacts, LayerWork, StepWork
+from horizon_server.planning.step_work import DETERMINISTIC_BACKWARD
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import ActivationPlacement, DeviceKind
 from horizon_server.spec import LoraSpec, TrainSpec

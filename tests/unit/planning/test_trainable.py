@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.flops import FlopsCount, trained_shares
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.step_parts import StepWork
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import StepWork
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
 from horizon_server.store.host_store import HostStore
