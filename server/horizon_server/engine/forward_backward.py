@@ -33,7 +33,7 @@ from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.lane_sums import RowExchange
 from horizon_server.engine.lanes import StepRows
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
-from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.layer_stubs import LayerCall, call_bytes
 from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
@@ -363,7 +363,7 @@ class ForwardBackward:
             # Those of a chunk are made again at each visit of a layer: all together they would grow with the row.
             if tokens.chunks[index] is None:
                 current.calls[index] = calls
-                num_bytes = _call_bytes(calls)
+                num_bytes = call_bytes(calls)
                 self._device.charge("workspace", num_bytes)
                 current.call_bytes += num_bytes
 
@@ -556,7 +556,7 @@ class ForwardBackward:
         chunk, boundaries = tokens.chunks[index], tokens.boundaries[index]
         assert self._keys is not None and chunk is not None and template.own_attention is not None
         calls = template.calls_of(tokens.position_ids[index], boundaries, self._device.compute_dtype)
-        with charged(self._device, _call_bytes(calls, but=tokens.position_ids[index])):
+        with charged(self._device, call_bytes(calls, but=tokens.position_ids[index])):
             yield template.own_attention.with_kept(layer, calls[layer], self._keys.row(layer, chunk, boundaries, kept))
 
     def _keep(self, current: StepPass, layer: int, index: int, products: list[Tensor]) -> None:
@@ -585,16 +585,6 @@ def _casting_maps(parameters: Mapping[str, Tensor], visit: Fp8Visit) -> LinearMa
     """How the maps of a layer without gradients are computed; None where all are in the compute dtype."""
     casted = [(parameters[name], LinearMap(cast=cast)) for name, cast in visit.of(parameters).items()]
     return LinearMaps(casted) if casted else None
-
-
-def _call_bytes(calls: Sequence[LayerCall], *, but: Tensor | None = None) -> int:
-    """Of what all layers are called with: those of a kind get the same masks and tables, which count once. `but` is one
-    that does not count."""
-    storages = [tensor.untyped_storage() for call in calls for tensor in call.tensors()]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    if but is not None:
-        sizes.pop(but.untyped_storage().data_ptr(), None)
-    return sum(sizes.values())
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -287,3 +287,13 @@ class _ForeignParameters(TorchFunctionMode):
                 if isinstance(value, Tensor) and value.is_meta and id(value) in self._names:
                     self.names.append(self._names[id(value)])
         return func(*args, **(kwargs or {}))
+
+
+def call_bytes(calls: Sequence[LayerCall], *, but: Tensor | None = None) -> int:
+    """Of what all layers are called with: those of a kind get the same masks and tables, which count once. `but` is one
+    that does not count."""
+    storages = [tensor.untyped_storage() for call in calls for tensor in call.tensors()]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    if but is not None:
+        sizes.pop(but.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
