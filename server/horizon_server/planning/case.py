@@ -19,9 +19,15 @@ from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_parts import TODAY, StepWork
 from horizon_server.planning.step_time import layer_seconds, predict_forward, predict_step
 from horizon_server.planning.step_work import work_of_step
-from horizon_server.records.execution import NOTHING_ON_DRIVES, NOTHING_STAYS, Execution
+from horizon_server.records.execution import NOTHING_ON_DRIVES, NOTHING_STAYS, RING_SLOTS, Execution
 from horizon_server.records.plan import Ledger, ReferencePass, StepPrediction
 from horizon_server.spec import METHODS, JobSpec
+from horizon_server.store.drive_layout import DriveLayout
+
+_LARGER_RINGS = (4, 16, 64)
+"""In units of the smallest one."""
+_WORTH_WEAR = 0.95
+"""Of a step's time: a larger ring that saves less is not worth the layers that go on drives for its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +165,27 @@ def placed(case: Case, execution: Execution) -> Execution:
 
 
 def on_drives(case: Case, execution: Execution) -> Execution:
-    """Put states of layers on drives, where the job may and its host memory is not enough."""
-    if case.spec.memory.tier != "drive" or case.drives is None:
+    """Put states on drives, where the job may and its host memory is not enough; what is left of that is for the ring
+    that they pass through, as far as it makes steps faster: drives work ahead while other units are updated."""
+    if case.spec.memory.tier != "drive" or (drives := case.drives) is None:
         return execution
-    limit_bytes = case.host_limit_bytes
-    return with_drives(
-        case.folder, execution, case.drives, lambda other: case.ledger(other).host_total_bytes <= limit_bytes
-    )
+
+    def fits(other: Execution) -> bool:
+        return case.ledger(other).host_total_bytes <= case.host_limit_bytes
+
+    def with_ring(num_slots: int) -> Execution:
+        return with_drives(case.folder, execution, drives, fits, ring_slots=num_slots)
+
+    def step_s(other: Execution) -> float:
+        prediction = case.prediction(other)
+        assert prediction is not None, "the device's speed is known"
+        return prediction.step_s
+
+    smallest = with_ring(RING_SLOTS)
+    if case.rates is None or not smallest.drives.units or not fits(smallest):
+        return smallest
+    layout = DriveLayout(case.folder.layout, smallest.drives)
+    num_spans = sum(len(layout.parts(unit)) for unit in smallest.drives.units)
+    larger = [with_ring(slots) for times in _LARGER_RINGS if (slots := times * RING_SLOTS) < num_spans]
+    fastest = min([smallest, *filter(fits, larger)], key=step_s)
+    return fastest if step_s(fastest) < _WORTH_WEAR * step_s(smallest) else smallest

@@ -16,7 +16,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DriveRates
 from horizon_server.planning.residency import moving_units, state_units
-from horizon_server.records.execution import SPAN_ELEMENTS, Execution, OnDrives
+from horizon_server.records.execution import RING_SLOTS, SPAN_ELEMENTS, Execution, OnDrives
 from horizon_server.records.plan import DriveUse, PlannedMachine
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec
@@ -95,7 +95,12 @@ def drives_of_machine(spec: JobSpec, machine: PlannedMachine) -> NodeDrives | No
 
 
 def with_drives(
-    folder: ModelFolder, execution: Execution, drives: NodeDrives, fits: Callable[[Execution], bool]
+    folder: ModelFolder,
+    execution: Execution,
+    drives: NodeDrives,
+    fits: Callable[[Execution], bool],
+    *,
+    ring_slots: int = RING_SLOTS,
 ) -> Execution:
     """The same with the states of as few units on drives as make it fit; of all where nothing does.
 
@@ -113,7 +118,13 @@ def with_drives(
         of_layers = min(number, len(layers))
         units = tuple(sorted([*_spread(layers, of_layers), *ends[: number - of_layers]]))
         planes = driven_planes(folder.layout, with_lo=_leaves_lo_alone(folder, execution, units))
-        on = OnDrives(units=units, planes=planes, folders=drives.folders, span_elements=span_elements)
+        on = OnDrives(
+            units=units,
+            planes=planes,
+            folders=drives.folders,
+            span_elements=span_elements,
+            ring_slots=ring_slots,
+        )
         return dataclasses.replace(execution, drives=on)
 
     few, many = 0, len(layers) + len(ends)

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from bench.giant import DENSE, outline, table
 
+from horizon_server.planning.machine import HostMemory
+from horizon_server.planning.planner import Planner
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.spec import OptimizerStates, TrainSpec
+from horizon_server.records.plan import PlannedMachine
+from horizon_server.settings import load_settings
+from horizon_server.spec import OptimizerStates, TrainSpec, parse_job_spec
 from horizon_server.store.drive_layout import driven_planes, state_bytes
 from horizon_server.store.layout import PLANE_BYTES
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "larger.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = DOCS / "larger.md"
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+SMALL_NODE = PlannedMachine(
+    gpu="h100", host_gbps=300, drive_read_gbps=6.5, drive_write_gbps=3.5, drive_endurance_bytes=14 * 10**15
+)
 
 
 def test_the_page_shows_what_the_planner_says() -> None:
     assert "\n".join(table()) in PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "states", "host_gib"), [("larger.md", "exact", 47.5), ("drives.md", "compressed", 51.5)]
+)
+def test_pages_show_what_a_refused_plan_says(page: str, states: OptimizerStates, host_gib: float) -> None:
+    train = {"max_steps": 1000, "tokens_per_step": 65_536, "sequence_length": 4096, "optimizer_states": states}
+    spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d", "device": "cuda", "train": train})
+    machine = replace(SMALL_NODE, host_memory_bytes=int(host_gib * 2**30))
+    planner = Planner(load_settings(), memory=lambda: HostMemory(limit_bytes=0, available_bytes=0), num_threads=32)
+    with outline(QWEN_7B) as path:
+        message = planner.plan_elsewhere(spec, path, machine).message
+    assert message in " ".join((DOCS / page).read_text("utf-8").split())
 
 
 @pytest.mark.parametrize(("states", "in_memory", "on_drives"), [("exact", 12, 10), ("compressed", 5.125, 3.125)])
