@@ -165,7 +165,8 @@ class LrGroup(TypedDict):
 
 
 class MemorySpec(TypedDict, total=False):
-    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
+    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for; what
+    is left of memory is used for speed."""
 
     tier: Literal["ram", "drive"]
     """ram: everything is in host memory. drive: the optimizer's states of as many layers as do not fit there, and then
@@ -178,6 +179,10 @@ class MemorySpec(TypedDict, total=False):
     """How the experts of a mixture reach the device. whole: with their layer, so two layers and two gradients of a
     layer must fit; paged: in pages of at most 2**28 parameters, so that their number does not matter, while attention
     is computed once more in forward and once more in backward. For one device. Default: 'whole'."""
+    keep_attention_outputs: bool
+    """Whether a job whose rows are computed in chunks (train.chunk_tokens) keeps what attention puts out in host memory
+    that is left, so that backward does not attend again. false leaves that memory to other jobs; the result is the
+    same. Default: True."""
 
 
 class OrpoSpec(TypedDict, total=False):
@@ -417,7 +422,8 @@ class JobSpec(_Required, total=False):
     """When the job ends with success, checkpointed, before all its steps are done. The learning rate's schedule does
     not change."""
     memory: MemorySpec
-    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
+    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for; what
+    is left of memory is used for speed."""
     dpo: DpoSpec
     """Options of `method: dpo`, direct preference optimisation. The defaults are those of TRL's DPOConfig."""
     ipo: IpoSpec

@@ -185,7 +185,7 @@ job_specs = any_job_specs | st.builds(
 job_specs |= st.builds(
     lambda spec: spec.model_copy(
         update={
-            "memory": MemorySpec(experts="paged", tier="drive", accept_wear=True),
+            "memory": MemorySpec(experts="paged", tier="drive", accept_wear=True, keep_attention_outputs=False),
             "gpus": Span(),
             "nodes": Span(),
             "train": spec.train.model_copy(update={"lanes": None}),

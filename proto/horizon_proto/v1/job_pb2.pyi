@@ -1192,6 +1192,7 @@ class MemorySpec(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     ACCEPT_WEAR_FIELD_NUMBER: builtins.int
     EXPERTS_FIELD_NUMBER: builtins.int
+    KEEP_ATTENTION_OUTPUTS_FIELD_NUMBER: builtins.int
     tier: global___MemoryTier.ValueType
     """Where the optimizer's states are that do not fit into host memory; default ram."""
     accept_wear: builtins.bool
@@ -1200,16 +1201,22 @@ class MemorySpec(google.protobuf.message.Message):
     """
     experts: global___Experts.ValueType
     """How the experts of a mixture reach the device; default whole."""
+    keep_attention_outputs: builtins.bool
+    """Whether a job whose rows are computed in chunks keeps what attention puts out in host memory that is left; default true."""
     def __init__(
         self,
         *,
         tier: global___MemoryTier.ValueType = ...,
         accept_wear: builtins.bool | None = ...,
         experts: global___Experts.ValueType = ...,
+        keep_attention_outputs: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_accept_wear", b"_accept_wear", "accept_wear", b"accept_wear"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_accept_wear", b"_accept_wear", "accept_wear", b"accept_wear", "experts", b"experts", "tier", b"tier"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_accept_wear", b"_accept_wear", "_keep_attention_outputs", b"_keep_attention_outputs", "accept_wear", b"accept_wear", "keep_attention_outputs", b"keep_attention_outputs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_accept_wear", b"_accept_wear", "_keep_attention_outputs", b"_keep_attention_outputs", "accept_wear", b"accept_wear", "experts", b"experts", "keep_attention_outputs", b"keep_attention_outputs", "tier", b"tier"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_accept_wear", b"_accept_wear"]) -> typing.Literal["accept_wear"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_keep_attention_outputs", b"_keep_attention_outputs"]) -> typing.Literal["keep_attention_outputs"] | None: ...
 
 global___MemorySpec = MemorySpec
 

@@ -166,7 +166,7 @@ def _attention_outputs(case: Case, execution: Execution, ledger: Ledger) -> Resi
     and the device has room for those of two chunks."""
     layout, recipe = case.folder.layout, case.spec.train.recipe
     num_kept = case.folder.shape.num_hidden_layers - layout.num_skipped_layers
-    if not case.chunked_tokens(execution) or not num_kept:
+    if not case.spec.memory.keep_attention_outputs or not case.chunked_tokens(execution) or not num_kept:
         return None
     a_layer = attention_output_bytes(case.folder.shape, recipe.tokens_per_step, execution.element_bytes)
 

@@ -12,7 +12,8 @@ MemoryTier = Literal["ram", "drive"]
 
 
 class MemorySpec(Section):
-    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for."""
+    """Ways to run a job that is too large for the device or the node's RAM. None of them is used unless asked for;
+    what is left of memory is used for speed."""
 
     tier: MemoryTier = Field(
         default="ram",
@@ -30,4 +31,10 @@ class MemorySpec(Section):
         description="How the experts of a mixture reach the device. whole: with their layer, so two layers and two "
         "gradients of a layer must fit; paged: in pages of at most 2**28 parameters, so that their number does not "
         "matter, while attention is computed once more in forward and once more in backward. For one device.",
+    )
+    keep_attention_outputs: bool = Field(
+        default=True,
+        description="Whether a job whose rows are computed in chunks (train.chunk_tokens) keeps what attention puts "
+        "out in host memory that is left, so that backward does not attend again. false leaves that memory to other "
+        "jobs; the result is the same.",
     )

@@ -87,6 +87,7 @@ _specs = st.fixed_dictionaries(
                 "tier": st.sampled_from(["ram", "drive"]),
                 "accept_wear": st.booleans(),
                 "experts": st.sampled_from(["whole", "paged"]),
+                "keep_attention_outputs": st.booleans(),
             },
         ),
         "report_to": st.lists(_names, min_size=1, max_size=3),
@@ -183,7 +184,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
         "kto": {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 2.0},
         "policy": {"clip": False, "clip_low": 0.1, "clip_high": 0.3, "kl_coefficient": 0.04, "mean": "documents"},
         "session": {"idle_minutes": 3.0},
-        "memory": {"tier": "ram", "accept_wear": True, "experts": "paged"},
+        "memory": {"tier": "ram", "accept_wear": True, "experts": "paged", "keep_attention_outputs": False},
     }
     wire = spec_to_proto(full)
     assert {f.name for f, _ in wire.ListFields()} == {f.name for f in job_pb2.JobSpec.DESCRIPTOR.fields}

@@ -168,6 +168,14 @@ def test_outputs_of_attention_wait_where_host_memory_is_left(folder: Path) -> No
     assert kept.saved_share == pytest.approx(1 - times[0] / times[2], abs=0.02)
 
 
+def test_a_job_leaves_memory_to_others_where_it_says_so(folder: Path) -> None:
+    spec = spec_of(chunk_tokens=16384)
+    memory = spec.memory.model_copy(update={"keep_attention_outputs": False})
+    found = plan_on_h100(folder, spec.model_copy(update={"memory": memory}))
+    assert found.kept is None or not found.kept.attention_layers
+    assert plan_on_h100(folder, spec).host_total_bytes == found.host_total_bytes + 4 * A_LAYER
+
+
 def test_rows_that_are_not_longer_keep_no_outputs_of_attention(folder: Path) -> None:
     plans = [plan_on_h100(folder, spec_of(chunk_tokens=n)) for n in (None, ROW)]
     assert not any(plan.execution.residency.attention_layers for plan in plans)
