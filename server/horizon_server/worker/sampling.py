@@ -290,8 +290,8 @@ def _loaded(model: SampleModel) -> tuple[Template, HostStore]:
     folder, asked = model.folder, model.adapter
     adapter = None if asked is None else _adapter(folder, asked)
     spec = None if asked is None else asked.spec
-    # Next to its base as the evaluations of its job, so that no bit differs from them, unless experts come in pages here
-    # and did not there.
+    # Next to its base as the evaluations of its job, so that no bit differs from them, unless experts come in pages
+    # here and did not there.
     layout = sample_layout(open_model_folder(folder), adapter) if spec is None else trained_layout(folder, spec.train)
     recipe = None if spec is None else spec.train.recipe
     template = generation_template(
