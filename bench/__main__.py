@@ -30,6 +30,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     ),
     "optimizer_states": ("Held-out loss with compressed optimizer states", []),
     "chunked_rows": ("A row in chunks against the whole row", []),
+    "pages": ("Experts in pages against whole layers", []),
     "joined_rows": ("Packed against unpacked rows", []),
     "preference": ("A step of DPO against one of supervised fine-tuning", []),
     "data": ("From a file to micro-batches", []),
@@ -43,7 +44,14 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "fleet": ("Where the jobs of a fleet are sent", ["--quick"]),
 }
 LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "computes or counts, and measures nothing": ("forecast", "lowered", "nodes", "residents", "scaling"),
+    "computes or counts, and measures nothing": (
+        "forecast",
+        "kept_from_drives",
+        "lowered",
+        "nodes",
+        "residents",
+        "scaling",
+    ),
     "needs a GPU, or is about one": ("fp8", "gpu_all", "lora_products"),
     "needs what is not installed with the server": ("deepspeed_adam", "fsdp"),
     "takes most of a machine's memory": ("giant_real", "long_rows", "shared_base"),

@@ -18,6 +18,7 @@ from horizon_server.spec.fields import (
     MAX_METADATA,
     MAX_METADATA_NAME_CHARS,
     MAX_METADATA_TEXT_CHARS,
+    MAX_ROW_TOKENS,
 )
 
 MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
@@ -265,6 +266,14 @@ def test_devices_and_lanes_are_bounded_and_lanes_are_a_power_of_two() -> None:
     assert (most.gpus, most.train.lanes) == (Span(least=MAX_LANES, most=MAX_LANES), MAX_LANES)
     for gpus in (0, MAX_LANES + 1, "2", True):
         assert "it must be a whole number from 1 to 64" in violations({**MINIMAL, "gpus": gpus})["gpus"]
+
+
+def test_rows_are_bounded() -> None:
+    longest = parse_job_spec({**MINIMAL, "train": {"sequence_length": MAX_ROW_TOKENS, "tokens_per_step": 1 << 23}})
+    assert longest.train.sequence_length == MAX_ROW_TOKENS
+    for name in ("sequence_length", "chunk_tokens"):
+        found = violations({**MINIMAL, "train": {name: MAX_ROW_TOKENS + 1, "tokens_per_step": 1 << 23}})
+        assert str(MAX_ROW_TOKENS) in found[f"train.{name}"], found
 
 
 def test_nodes_are_bounded() -> None:
