@@ -276,7 +276,9 @@ def plan_memory(
         # The buffer in which packed weights arrive.
         device["weights"] += pages.packed_bytes(layout)
         device["workspace"] += cuda_working_bytes(layout, model, row_tokens, tokens_per_step, edge_tokens=edge_tokens)
-        device["workspace"] += uncovered_bytes + past_block_bytes
+        # When backward comes to attention, two planes at least of the feed-forward part's inner size are gone.
+        left_bytes = 0 if model.experts else 2 * execution.chunk_tokens * model.intermediate_size * element_bytes
+        device["workspace"] += uncovered_bytes + max(0, past_block_bytes - left_bytes)
         device["workspace"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         host["other"] += CUDA_WORKER_BYTES
     else:
