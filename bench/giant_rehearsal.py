@@ -124,8 +124,11 @@ def paced(device: HostDevice, tempo: Tempo) -> Iterator[None]:
 
     update = update_unit
 
-    def update_slowly(store: HostStore, unit_index: int, *arguments: Any, **more: Any) -> None:
-        slow(lambda: update(store, unit_index, *arguments, **more), tempo.updates_s.get(unit_index, 0.0))
+    def update_slowly(store: HostStore, unit_index: int, *arguments: Any, part: slice, **more: Any) -> None:
+        # What is on a drive is updated span by span.
+        share = (part.stop - part.start) / store.layout.units[unit_index].trained_elements
+        seconds = min(1.0, share) * tempo.updates_s.get(unit_index, 0.0)
+        slow(lambda: update(store, unit_index, *arguments, part=part, **more), seconds)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device.compute, "submit", submit_slowly))

@@ -91,6 +91,8 @@ class DriveStates:
         }
         for slot in self._all_slots():
             planes.touch(slot.memory, num_threads=num_threads)
+        # Rings may have hundreds of slots.
+        self._held: dict[tuple[DriveSpan, str], _Slot] = {}
         self._pools = [
             ThreadPoolExecutor(max_workers=THREADS_PER_DRIVE, thread_name_prefix=file_name(number))
             for number in range(len(on.folders))
@@ -200,6 +202,7 @@ class DriveStates:
             for slot in self._all_slots():
                 if plane in (None, slot.plane):
                     assert not slot.num_users, "nothing is open"
+                    self._held.pop((slot.span, slot.plane), None)
                     slot.span, slot.is_changed = _NOTHING, False
 
     def flush(self, *, is_kept: bool = True) -> None:
@@ -245,7 +248,7 @@ class DriveStates:
         return DriveSpan(unit, number)
 
     def _slot_of(self, span: DriveSpan, plane: str) -> _Slot | None:
-        return next((slot for slot in self._slots[plane] if slot.span == span), None)
+        return self._held.get((span, plane))
 
     def _open(self, span: DriveSpan, plane: str) -> _Slot:
         with self._changed:
@@ -289,17 +292,26 @@ class DriveStates:
             return
         order = self._order
         coming = [order[(self._next + ahead) % len(order)] for ahead in range(min(self._on.ring_slots, len(order)))]
+        places = {span: place for place, span in enumerate(coming)}
+
+        def rank(slot: _Slot) -> tuple[bool, int]:
+            """The highest may go first: what is not coming, the longest unused; then what comes last."""
+            place = places.get(slot.span)
+            return (True, -slot.used_at) if place is None else (False, place)
+
+        free = {plane: sorted((s for s in slots if s.is_free), key=rank) for plane, slots in self._slots.items()}
         for place, span in enumerate(coming):
             for plane in self._on.planes:
                 if not self._layout.blocks[span, plane] or self._slot_of(span, plane) is not None:
                     continue
                 # Never in the place of what is wanted before it.
-                free = [slot for slot in self._slots[plane] if slot.is_free and slot.span not in coming[:place]]
-                if free:
-                    self._read_into(min(free, key=lambda slot: slot.used_at), span)
+                if free[plane] and places.get(free[plane][-1].span, len(coming)) > place:
+                    self._read_into(free[plane].pop(), span)
 
     def _read_into(self, slot: _Slot, span: DriveSpan) -> None:
+        self._held.pop((slot.span, slot.plane), None)
         slot.span = span
+        self._held[span, slot.plane] = slot
         self._start(slot, is_written=False)
 
     def _write(self, slot: _Slot) -> None:
