@@ -37,7 +37,7 @@ def on_drives(
     slots: int = 3,
     span: int = SPAN_ELEMENTS,
 ) -> OnDrives:
-    """The states of these units on drives, in spans of so many elements; of all layers without."""
+    """The states of these units on drives, in spans of `span` elements; of all layers without units."""
     layers = (unit.index for unit in layout.units if unit.kind == "layer" and unit.trained_elements)
     return OnDrives(
         units=tuple(units) or tuple(layers),

@@ -99,7 +99,7 @@ def worker_request(
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
     that, and `base_fd` is the memory of the base that it shares with another job. With `folders`, the states of all
-    layers are on drives; with `span` too, those of all units, in spans of so many elements."""
+    layers are on drives; with `span` too, those of all units, in spans of that number of elements."""
     plan = Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),

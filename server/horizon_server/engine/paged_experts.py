@@ -173,7 +173,7 @@ class PagedLayer:
         return any(place.trained for place in self.rest_places)
 
     def is_likely_whole(self, num_tokens: int) -> bool:
-        """Whether the tokens of a pass are so many that they are likely to visit all experts."""
+        """Whether a pass has enough tokens to be likely to visit all experts."""
         return reaches_all(self.unit.num_experts, num_tokens * self.num_chosen)
 
     def is_visited(self, number: int, visited: set[int] | None) -> bool:

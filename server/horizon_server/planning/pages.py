@@ -26,7 +26,7 @@ class PagesPlan:
 
     @classmethod
     def of(cls, layout: StoreLayout, page_elements: int) -> PagesPlan:
-        """What pages of at most so many elements mean on a layout; 0 is whole layers."""
+        """What pages of at most `page_elements` mean on a layout; 0 is whole layers."""
         layers = [unit for unit in layout.units if page_elements and unit.kind == "layer"]
         found = {unit.index: paged_unit(unit, page_elements) for unit in layers}
         return cls(units={index: paged for index, paged in found.items() if paged is not None})
@@ -90,7 +90,7 @@ class PageTraffic:
 
 
 def visited_share(experts: ExpertShape | None, num_tokens: int) -> float:
-    """The share of a layer's experts that a pass over so many tokens is expected to bring. It assumes even routing,
+    """The share of a layer's experts that a pass over `num_tokens` is expected to bring. It assumes even routing,
     where a token is as likely to choose one expert as another. Where routing is uneven, fewer are visited."""
     if experts is None or reaches_all(experts.num_experts, num_tokens * experts.num_experts_per_token):
         return 1.0

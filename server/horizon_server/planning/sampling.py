@@ -93,8 +93,8 @@ def evaluated_folder(folder: Path, train: TrainSpec) -> ModelFolder:
 
 
 def sample_memory(layout: StoreLayout, *, expert_page_elements: int = 0) -> SampleMemory:
-    """What a child that answers from weights of this layout takes at most, with experts in pages of at most so many
-    elements; 0 is whole layers."""
+    """What a child that answers from weights of this layout takes at most, with experts in pages of at most
+    `expert_page_elements`; 0 is whole layers."""
     embedding, *layers, head = (unit.num_elements for unit in layout.units)
     head += embedding if layout.tied else 0
     edge = max(embedding, head)

@@ -29,8 +29,8 @@ _VISITS_THAT_REACH_ALL = 4
 
 
 def reaches_all(num_experts: int, num_visits: int) -> bool:
-    """Whether tokens visit experts so often, together, that it is not asked which ones: of four visits for each expert,
-    less than one in fifty is expected to have none."""
+    """Whether all experts count as visited, and nobody asks which ones are: with four visits for each expert on
+    average, less than one in fifty is expected to have none."""
     return num_visits >= _VISITS_THAT_REACH_ALL * num_experts
 
 
