@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from horizon_server.engine.device.timeline import Span
 
@@ -39,7 +39,8 @@ def overlap_of_step(spans: Sequence[Span], *, num_gradient_slots: int) -> dict[s
             ran[span.queue].append(span)
     needs = _Needs(ran["h2d"], ran["d2h"], num_gradient_slots=num_gradient_slots)
     exposed = {"h2d": 0.0, "d2h": 0.0}
-    for (start_s, end_s), work in _pauses(ran["compute"], first_s=ran["h2d"][0].start_s, last_s=ran["d2h"][-1].end_s):
+    compute = _with_units(ran["compute"])
+    for (start_s, end_s), work in _pauses(compute, first_s=ran["h2d"][0].start_s, last_s=ran["d2h"][-1].end_s):
         weights_s, slot_s = needs.of(work) if work is not None else (start_s, end_s)
         weights_s = min(max(weights_s, start_s), end_s)
         exposed["h2d"] += _busy_within(ran["h2d"], (start_s, weights_s))
@@ -64,12 +65,10 @@ class _Needs:
     def of(self, work: Span) -> tuple[float, float]:
         """When its weights were there, and when the slot for its gradient was free."""
         kind, _, unit_name = work.label.rpartition(" ")
-        if not unit_name.isdigit():
-            return self._weights_s, 0.0
         unit, phase = int(unit_name), f"{'forward' if kind == 'forward' else 'backward'} {unit_name}"
         if phase != self._phase:
             self._phase, self._weights_s = phase, self._next_arrival(unit)
-        return self._weights_s, self._slot_free(unit) if kind == "zero gradient" else 0.0
+        return self._weights_s, 0.0 if kind == "forward" else self._slot_free(unit)
 
     def _next_arrival(self, unit: int) -> float:
         """Layer 0 comes ahead of the embedding; a tied head comes in two parts, its table second; the last layers need
@@ -88,6 +87,17 @@ class _Needs:
             return self._left.get(self._head, 0.0)
         user_before = unit + self._num_gradient_slots
         return self._left.get(user_before, 0.0) if user_before < self._head else 0.0
+
+
+def _with_units(compute: Sequence[Span]) -> list[Span]:
+    """Work whose label names no unit prepares what comes after it, and needs what that needs."""
+    named: list[Span] = []
+    for work in reversed(compute):
+        if work.label.rpartition(" ")[2].isdigit():
+            named.append(work)
+        elif named:
+            named.append(replace(work, label=named[-1].label))
+    return named[::-1]
 
 
 def _pauses(compute: Sequence[Span], *, first_s: float, last_s: float) -> Iterator[tuple[Interval, Span | None]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from bench.trace_overlap import overlap_of_step
 
@@ -54,6 +56,26 @@ def test_a_pause_that_no_copy_explains_counts_for_none() -> None:
     overlap = overlap_of_step(late, num_gradient_slots=2)
 
     assert overlap["h2d"].exposed_s == pytest.approx(1.5), "its rows had arrived long before"
+
+
+def test_a_pause_before_work_of_no_unit_counts_for_what_the_next_unit_lacks() -> None:
+    changes = {
+        "zero gradient 2": {"label": "zero hidden gradient"},
+        "forward 1": {"end_s": 2.5},
+    }
+    spans = [replace(span, **changes.get(span.label, {})) for span in one_layer_step()]
+
+    overlap = overlap_of_step(spans, num_gradient_slots=2)
+
+    assert overlap["h2d"].exposed_s == pytest.approx(1 + 0.5 + 0.5), "the head is on its way until 3"
+
+
+def test_a_layer_that_writes_into_its_slot_at_once_waits_for_it_too() -> None:
+    spans = [span for span in one_layer_step() if span.label != "zero gradient 0"]
+
+    overlap = overlap_of_step(spans, num_gradient_slots=2)
+
+    assert overlap["d2h"].exposed_s == pytest.approx(0.5 + 1.5)
 
 
 def test_a_tied_head_waits_for_its_table() -> None:
