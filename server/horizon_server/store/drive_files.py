@@ -24,7 +24,8 @@ from horizon_server.errors import DriveFailed
 from horizon_server.store import planes
 from horizon_server.store.drive_layout import PIECE_BYTES, file_name
 
-THREADS_PER_DRIVE = 4
+THREADS_PER_DRIVE = 6
+"""Four keep a drive busy; those of jobs also compute checksums, with two more meanwhile."""
 _MOUNTS = Path("/proc/self/mountinfo")
 # File systems in memory: they would take what they are to spare.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
