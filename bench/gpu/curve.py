@@ -241,7 +241,7 @@ def _measure(
     return _Measured(
         found=found,
         num_compiled=found.layers.num_layers,
-        attention=trainer.attention,
+        attention=trainer.attention_text,
         refusals=found.layers.refusals,
         reports=reports,
         allocated_bytes=allocated_bytes,

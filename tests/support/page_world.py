@@ -12,6 +12,7 @@ from tests.daemon_parts import Script
 from tests.support.served_daemon import ServedDaemon
 
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.task_result import TaskResult
 
 MODEL, CHATS, PAIRS = "qwen3-tiny", "gsm8k", "support-pairs"
 STEP_S = 0.02
@@ -81,7 +82,8 @@ def train(num_steps: int, rate: float = 2e-5, **changes: Any) -> dict[str, Any]:
 
 
 def ended_jobs(world: PageWorld) -> tuple[JobRecord, JobRecord]:
-    """Run two jobs of ann, which differ in their learning rate and of which one was restarted, to their end."""
+    """Run two jobs of ann, which differ in their learning rate and of which one was restarted, to their end. The second
+    one has a result of an evaluation program."""
     first, second = (
         world.submit(
             "ann",
@@ -93,7 +95,10 @@ def ended_jobs(world: PageWorld) -> tuple[JobRecord, JobRecord]:
         )
         for name, rate, more in (("slow", 1e-5, {}), ("fast", 3e-5, {"die_at": 45}))
     )
-    return world.until(first, JobState.SUCCEEDED), world.until(second, JobState.SUCCEEDED)
+    world.until(second, JobState.SUCCEEDED)
+    result = TaskResult(step=80, task="gsm8k", metric="exact_match", value=0.5, program="lm_eval 0.4.13")
+    recorded = world.daemon.parts.services.task_results.record(world.users["ann"], second.job_id, 80, [result])
+    return world.until(first, JobState.SUCCEEDED), world.daemon.call(recorded)
 
 
 def fill(world: PageWorld) -> dict[str, JobRecord]:

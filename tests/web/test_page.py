@@ -12,6 +12,7 @@ from tests.support.page_world import learning_script, train
 
 from horizon_server.events import Message
 from horizon_server.records.job import JobState
+from horizon_server.records.task_result import TaskResult
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -234,6 +235,21 @@ def test_a_checkpoint_is_deleted_once_that_is_confirmed(world: PageWorld, open_p
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.get_by_role("heading", name="3 on the node")).to_be_visible()
     expect(page.get_by_text("fast@20 ")).to_have_count(0)
+
+
+def test_results_of_evaluation_programs_are_shown_as_they_are_recorded(world: PageWorld, open_page: Open) -> None:
+    page = open_page("ann", "/jobs/slow?tab=evaluations")
+    expect(page.get_by_role("heading", name="Answers", exact=True)).to_be_visible()
+    expect(page.get_by_role("heading", name="Results of evaluation programs")).to_have_count(0)
+    found = TaskResult(
+        step=0, task="gsm8k", metric="exact_match", value=0.5, stderr=0.25, num_samples=4, num_documents=1319
+    )
+    services = world.daemon.parts.services
+    for step in (40, 80):
+        world.daemon.call(services.task_results.record(world.users["ann"], "slow", step, [found]))
+    rows = page.get_by_role("row", name=re.compile("gsm8k exact_match 0.5 0.25 4 of 1,319"))
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("80")
 
 
 def test_files_that_are_to_be_deleted_are_kept_after_a_question(world: PageWorld, open_page: Open) -> None:

@@ -85,7 +85,8 @@ class Trainer:
         if recipe.matmul != "bf16":
             check_supported(computes_on, recipe.matmul)
         use_deterministic_kernels(recipe.deterministic, computes_on)
-        self.attention = adopt_for_hopper(template, recipe, execution, computes_on)
+        self.attention_text = adopt_for_hopper(template, recipe, execution, computes_on)
+        """What the job's log says of the kernel that attends; empty where there is nothing to say."""
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         self._with_states = [unit.index for unit in state_units(template.layout, execution.residency)]
         self._page_elements = execution.expert_page_elements

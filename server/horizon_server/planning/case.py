@@ -4,12 +4,14 @@ torch."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
 from horizon_server.planning.data_size import DataSize
-from horizon_server.planning.drives import NodeDrives, with_drives
+from horizon_server.planning.drives import RINGS, NodeDrives, planned_ring, with_drives
 from horizon_server.planning.ledger import LayerMemory, chunked_row_tokens, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import network_bytes, of_one_node, with_network
@@ -19,15 +21,10 @@ from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_parts import TODAY, StepWork
 from horizon_server.planning.step_time import layer_seconds, predict_forward, predict_step
 from horizon_server.planning.step_work import work_of_step
-from horizon_server.records.execution import NOTHING_ON_DRIVES, NOTHING_STAYS, RING_SLOTS, Execution
+from horizon_server.records.execution import NOTHING_ON_DRIVES, NOTHING_STAYS, Execution
 from horizon_server.records.plan import Ledger, ReferencePass, StepPrediction
 from horizon_server.spec import METHODS, JobSpec
 from horizon_server.store.drive_layout import DriveLayout
-
-_LARGER_RINGS = (4, 16, 64)
-"""In units of the smallest one."""
-_WORTH_WEAR = 0.95
-"""Of a step's time: a larger ring that saves less is not worth the layers that go on drives for its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,19 +170,20 @@ def on_drives(case: Case, execution: Execution) -> Execution:
     def fits(other: Execution) -> bool:
         return case.ledger(other).host_total_bytes <= case.host_limit_bytes
 
+    @functools.cache
     def with_ring(num_slots: int) -> Execution:
         return with_drives(case.folder, execution, drives, fits, ring_slots=num_slots)
 
-    def step_s(other: Execution) -> float:
+    def step_s(num_slots: int) -> float:
+        other = with_ring(num_slots)
+        if not fits(other):
+            return math.inf
         prediction = case.prediction(other)
         assert prediction is not None, "the device's speed is known"
         return prediction.step_s
 
-    smallest = with_ring(RING_SLOTS)
+    smallest = with_ring(RINGS[0])
     if case.rates is None or not smallest.drives.units or not fits(smallest):
         return smallest
     layout = DriveLayout(case.folder.layout, smallest.drives)
-    num_spans = sum(len(layout.parts(unit)) for unit in smallest.drives.units)
-    larger = [with_ring(slots) for times in _LARGER_RINGS if (slots := times * RING_SLOTS) < num_spans]
-    fastest = min([smallest, *filter(fits, larger)], key=step_s)
-    return fastest if step_s(fastest) < _WORTH_WEAR * step_s(smallest) else smallest
+    return with_ring(planned_ring(sum(len(layout.parts(unit)) for unit in smallest.drives.units), step_s))

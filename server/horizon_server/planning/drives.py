@@ -31,6 +31,10 @@ _GIGA = 1e9
 
 ACCEPTED_SHARE = 0.05
 """Of what the drives are rated for: a job that writes more must say that it may."""
+RINGS = tuple(times * RING_SLOTS for times in (1, 4, 16, 64))
+"""Spans that a ring may have."""
+_WORTH_WEAR = 0.95
+"""Of a step's time: a larger ring that saves less is not worth the layers that go on drives for its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +140,15 @@ def with_drives(
         middle = (few + many) // 2
         few, many = (few, middle) if fits(with_units(middle)) else (middle, many)
     return with_units(many)
+
+
+def planned_ring(num_spans: int, step_s: Callable[[int], float]) -> int:
+    """How many spans the ring has where as many are on drives: of the sizes with which a step takes `step_s`, the
+    fastest, where that is worth it, else the smallest. A larger one than the smallest has not room for all spans."""
+    smallest, *larger = RINGS
+    seconds = {slots: step_s(slots) for slots in (smallest, *(slots for slots in larger if slots < num_spans))}
+    fastest = min(seconds, key=seconds.__getitem__)
+    return fastest if seconds[fastest] < _WORTH_WEAR * seconds[smallest] else smallest
 
 
 def kept_first(folder: ModelFolder, execution: Execution) -> Execution:

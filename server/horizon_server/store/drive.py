@@ -13,7 +13,7 @@ says. 0 there means that the piece was never written: it is zero, and not read.
 A unit counts as updated once its last span is written: a worker that is killed earlier leaves weights of no generation,
 as in the middle of any update.
 
-Thread: any. One lock guards what is known of the slots; reading, writing and checksums run on four threads a drive.
+Thread: any. One lock guards what is known of the slots; reading, writing and checksums run on six threads a drive.
 Source: ZeRO-Infinity (arXiv 2104.07857) for states on drives behind a ring of buffers.
 """
 

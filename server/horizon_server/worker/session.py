@@ -192,7 +192,7 @@ class Session:
         )
         for refusal in set_up.device.refusals:
             self._events.send(Message(level="warning", text=refusal))
-        if attention := self._made_trainer.attention:
+        if attention := self._made_trainer.attention_text:
             self._events.send(Message(level="info", text=attention))
         return True
 

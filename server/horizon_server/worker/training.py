@@ -271,7 +271,7 @@ class Training:
         )
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
-        if attention := self._made_trainer.attention:
+        if attention := self._made_trainer.attention_text:
             self._events.send(Message(level="info", text=attention))
         self._report_data(self._data.dataset)
         self._report_ends(self._data.dataset)

@@ -164,14 +164,14 @@ def test_what_no_drive_can_help_is_refused_as_without(folder: Path) -> None:
 def test_a_job_that_does_not_fit_is_told_of_drives(folder: Path) -> None:
     # Else compressed states are what costs less.
     spec = spec_of(optimizer_states="compressed")
-    found = plan(folder, spec, needed(folder, spec) - 20 * MIB)
+    found = plan(folder, spec, needed(folder, spec) - 16 * MIB)
     assert not found.fits
     assert re.search(
         r"it would fit with memory\.tier: drive \(states of \d+ layers \(.*\), written once a step, .* by the whole "
         r"job, 0\.00% of what the drives are rated for, .* s a step\)",
         found.message,
     )
-    without = plan(folder, spec, needed(folder, spec) - 20 * MIB, drives=None)
+    without = plan(folder, spec, needed(folder, spec) - 16 * MIB, drives=None)
     assert "drive" not in without.message
 
 

@@ -26,7 +26,7 @@ from horizon_server.store import drive as drive_module
 from horizon_server.store import native
 from horizon_server.store.checksum import checksum
 from horizon_server.store.drive import DriveStates
-from horizon_server.store.drive_files import lent_files, measure
+from horizon_server.store.drive_files import THREADS_PER_DRIVE, lent_files, measure
 from horizon_server.store.drive_layout import GRAIN_BYTES, PIECE_BYTES, DriveLayout, DriveSpan, driven_planes
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import (
@@ -238,7 +238,7 @@ def test_a_drive_that_does_not_answer_is_not_waited_for_without_end(
     answers = threading.Event()
     with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
         for pool in states._pools:
-            for _ in range(4):
+            for _ in range(THREADS_PER_DRIVE):
                 pool.submit(answers.wait)
         with pytest.raises(DriveFailed, match="has not answered for"):
             values_of(states, on.units[0])

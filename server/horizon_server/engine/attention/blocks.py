@@ -4,8 +4,8 @@ sinks).
 The scores of a block of queries with the keys that they may see are in memory, never those of all pairs of tokens.
 Backward computes them again.
 
-Shapes: T = tokens of the row, B = queries of a block, K = keys that they see, G = groups of heads (one key head each),
-R = query heads of a group, E = size of a head.
+Parameters: as the package says. Shapes: T = tokens of the row, B = queries of a block, K = keys that they see,
+G = groups of heads (one key head each), R = query heads of a group, E = size of a head.
 """
 
 from __future__ import annotations
@@ -52,11 +52,8 @@ def attend_in_blocks(
     *,
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The output [T, heads, E] and the logarithm of each query's sum of exponentials [heads, T].
-
-    Query, key and value are [heads, T, E]; `first_seen_T` is the first key that each query sees, on the CPU. The first
-    query is `ahead` tokens after the first key, and keys may end before it: each query sees one key at least.
-    """
+    """The output and `logsumexp`. `first_seen_T` is the first key that each query sees, on the CPU. Keys may end before
+    a query's own; each query sees one key at least."""
     num_heads, num_tokens, _ = query.shape
     groups, per_group = key.shape[0], num_heads // key.shape[0]
     output = query.new_empty(num_tokens, num_heads, value.shape[-1])
@@ -88,8 +85,7 @@ def gradients_in_blocks(
     *,
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value [heads, T, E], and of the sinks (empty without). `gradient` and `output`
-    are [T, heads, E]; `ahead` is as in `attend_in_blocks`."""
+    """The gradients of query, key, value and sinks; `first_seen_T` as in `attend_in_blocks`."""
     num_heads, groups = query.shape[0], key.shape[0]
     per_group = num_heads // groups
     for_query = torch.empty_like(query)

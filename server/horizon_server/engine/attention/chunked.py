@@ -131,7 +131,7 @@ class ChunkedRow:
         return output
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:
-        """The output and the logarithm of each query's sum of exponentials [heads, T]."""
+        """The output and its `logsumexp`."""
         kept = self._kept
         if kept is not None and kept.is_there:
             # `data`, because others of the same memory may be on their way in, which autograd would take for a change.
@@ -147,8 +147,8 @@ class ChunkedRow:
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rule: Scores
     ) -> tuple[Tensor, Tensor]:
         if takes_all_keys(query, sinks, rule) and (rule.window or needs_no_copy(query, value)):
-            keys, key_ends = self._all_keys(rule)
-            return attend_on_gpu(query, *self._seen(keys), self._boundaries, rule, key_ends=key_ends)
+            keys, boundaries = self._all_keys(rule)
+            return attend_on_gpu(query, *self._seen(keys), self._boundaries, rule, key_boundaries=boundaries)
         output, sums = attention(query, key, value, self._boundaries, sinks, rule.scale, rule.window, rule.softcap)
         if queries := self._seeing(rule):
             early, early_sums, merged = query[:, :, :queries], sums[:, :queries], output[:, :queries].float()
@@ -180,9 +180,9 @@ class ChunkedRow:
         own = self._own
         if rule.window and takes_all_keys(query, sinks, rule):
             # A window's keys and the chunk's own, of which a copy takes little.
-            keys, key_ends = self._all_keys(rule)
+            keys, boundaries = self._all_keys(rule)
             given = (gradient, query, *self._seen(keys), output, sums)
-            for_query, of_keys, of_values = gradients_on_gpu(*given, self._boundaries, rule, key_ends=key_ends)
+            for_query, of_keys, of_values = gradients_on_gpu(*given, self._boundaries, rule, key_boundaries=boundaries)
             for_keys[:, :, keys] += of_keys
             for_values[:, :, keys] += of_values
             return for_query, for_keys[:, :, own], for_values[:, :, own], torch.empty_like(sinks)
@@ -222,11 +222,11 @@ class ChunkedRow:
         return max(self._chunk.seen, self._chunk.first - rule.window + 1) if rule.window else self._chunk.seen
 
     def _all_keys(self, rule: Scores) -> tuple[slice, Tensor]:
-        """The keys that the chunk's queries see, its own among them, and where documents end in them: the first one
-        begins before the chunk."""
-        lowest, key_ends = self._lowest(rule), self._boundaries.clone()
-        key_ends[1:] += self._chunk.first - lowest
-        return slice(lowest, self._chunk.stop), key_ends
+        """The keys that the chunk's queries see, its own among them, and the boundaries of documents in them: the first
+        one begins before the chunk."""
+        lowest, boundaries = self._lowest(rule), self._boundaries.clone()
+        boundaries[1:] += self._chunk.first - lowest
+        return slice(lowest, self._chunk.stop), boundaries
 
     def _past(self, rule: Scores, block_tokens: int) -> Iterator[tuple[slice, int]]:
         """The keys before the chunk in blocks, and how far the chunk's first query is ahead of each block's first

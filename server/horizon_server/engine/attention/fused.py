@@ -1,7 +1,7 @@
 """Torch's fused kernels of attention, each called in one place: that of a CPU for one document, that of a GPU for all
 documents of a row at once. Both also over keys that begin before the queries do.
 
-Shapes: T = queries, K = keys, E = size of a head, of queries and keys or of values. Heads may share keys.
+Parameters: as the package says. Shapes: T = queries, K = keys, E = size of a head.
 Source: FlashAttention 2 (arXiv 2307.08691), whose causal mask ends with the last query at the last key.
 """
 
@@ -63,20 +63,14 @@ def attend_on_gpu(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends: Tensor,
+    boundaries: Tensor,
     rule: Scores,
     *,
-    key_ends: Tensor | None = None,
+    key_boundaries: Tensor | None = None,
     is_causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, T, heads, E] and the logarithm of each query's sum of exponentials [heads, T], of all documents at
-    once, for [1, heads, T or K, E].
-
-    `ends` are where the documents start among the queries, and the end of the last one, as integers on the CPU.
-    `key_ends` are the same of their keys, where there are more of them: the last query of a document then sees all.
-    Windows are causal.
-    """
-    size, rows, longest = value.shape[-1], _rows(query, ends, key_ends), _longest(key_ends, ends)
+    """The output and `logsumexp` of all documents at once. Windows are causal."""
+    rows, longest = _rows(query, boundaries, key_boundaries), _longest(boundaries, key_boundaries)
     with implementation_of(Heads.of(query, key, value), has_window=0 < rule.window < longest):
         output, logsumexp, *_ = _aten._flash_attention_forward(
             *(tensor[0].transpose(0, 1) for tensor in _of_one_size(query, key, value)),
@@ -87,7 +81,7 @@ def attend_on_gpu(
             scale=rule.scale,
             **_window(rule.window, longest),
         )
-    return _as_promised(output, size), logsumexp
+    return _as_promised(output, value.shape[-1]), logsumexp
 
 
 def gradients_on_gpu(
@@ -97,16 +91,16 @@ def gradients_on_gpu(
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
-    ends: Tensor,
+    boundaries: Tensor,
     rule: Scores,
     *,
-    key_ends: Tensor | None = None,
+    key_boundaries: Tensor | None = None,
     is_causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, as `attend_on_gpu` has them; `output` and `logsumexp` may be those over
-    more keys than these, whose part of the gradients it then is."""
+    """The gradients of query, key and value of all documents at once."""
     sizes = [tensor.shape[-1] for tensor in (query, key, value)]
-    heads, rows, longest = Heads.of(query, key, value), _rows(query, ends, key_ends), _longest(key_ends, ends)
+    rows, longest = _rows(query, boundaries, key_boundaries), _longest(boundaries, key_boundaries)
+    heads = Heads.of(query, key, value)
     query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
     # Of dropout, which there is none of; the kernel's signature asks for them.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -133,10 +127,7 @@ def gradients_on_gpu(
 def attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, rule: Scores, *, is_causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, T, heads, E] and the logarithm of each query's sum of exponentials [heads, T], of one document.
-
-    Where it is not causal, every query sees every key.
-    """
+    """The output and `logsumexp` of one document."""
     num_tokens, size, dtype = query.shape[2], value.shape[-1], query.dtype
     with implementation_of(Heads.of(query, key, value), has_window=False):
         grouped = _grouped(*_of_one_size(query, key, value))
@@ -157,8 +148,7 @@ def gradients_on_cpu(
     *,
     is_causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value [1, heads, T or K, E] of one document; `output` and `logsumexp` may be
-    those over more keys than these, whose part of the gradients it then is."""
+    """The gradients of query, key and value of one document."""
     shapes = [tensor.shape for tensor in (query, key, value)]
     dtype = query.dtype if min(shape[2] for shape in shapes) >= _MIN_BF16_BACKWARD else torch.float32
     with implementation_of(Heads.of(query, key, value), has_window=False):
@@ -182,21 +172,21 @@ def longest_of(ends: list[int]) -> int:
     return max(stop - start for start, stop in pairwise(ends))
 
 
-def _longest(key_ends: Tensor | None, ends: Tensor) -> int:
-    return longest_of((ends if key_ends is None else key_ends).tolist())
+def _longest(boundaries: Tensor, key_boundaries: Tensor | None) -> int:
+    return longest_of((boundaries if key_boundaries is None else key_boundaries).tolist())
 
 
-def _rows(query: Tensor, ends: Tensor, key_ends: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
+def _rows(query: Tensor, boundaries: Tensor, key_boundaries: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
     """Where documents are among queries and keys, and the longest of both, as the kernel of a GPU wants them."""
-    placed, longest = _placed(ends, query.device), longest_of(ends.tolist())
-    if key_ends is None:
+    placed, longest = _placed(boundaries, query.device), longest_of(boundaries.tolist())
+    if key_boundaries is None:
         return placed, placed, longest, longest
-    return placed, _placed(key_ends, query.device), longest, longest_of(key_ends.tolist())
+    return placed, _placed(key_boundaries, query.device), longest, longest_of(key_boundaries.tolist())
 
 
-def _placed(ends: Tensor, device: torch.device) -> Tensor:
+def _placed(boundaries: Tensor, device: torch.device) -> Tensor:
     """CUDA: the driver has read pageable memory when it returns, and waits for no stream."""
-    return ends.to(torch.int32).to(device, non_blocking=True)
+    return boundaries.to(torch.int32).to(device, non_blocking=True)
 
 
 def _window(window: int, longest: int) -> dict[str, int | None]:

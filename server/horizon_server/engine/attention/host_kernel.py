@@ -2,7 +2,7 @@
 
 Torch's own kernel for CPUs takes two to six times as long: it was half of a compiled layer's time (bench/RESULTS.md).
 
-Shapes: T = tokens of the row, E = size of a head, of queries and keys or of values.
+Parameters: as the package says. Shapes: T = tokens of the row, E = size of a head.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def runs(query: Tensor, value: Tensor) -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int], scale: float, output: Tensor, logsumexp: Tensor
 ) -> None:
-    """Write the output, and the logarithm of each query's sum of exponentials into `logsumexp` [heads, T] in fp32.
-
-    Tensors are [heads, T, E]; `ends` are where documents start, and the end of the last one.
-    """
+    """Write into `output`, here [heads, T, E], and `logsumexp`."""
     kernel, parallel = _loaded()
     given = [_dense(tensor) for tensor in (query, key, value)]
     problem = _problem(query, key, value, ends, scale)
@@ -69,8 +66,7 @@ def gradients(
     scale: float,
     results: Sequence[Tensor],
 ) -> None:
-    """Write the gradients of query, key and value into `results`, from that of the output. Tensors are [heads, T,
-    E]."""
+    """Write the gradients of query, key and value into `results`; `output` and its gradient are [heads, T, E] here."""
     kernel, parallel = _loaded()
     given = [_dense(tensor) for tensor in (query, key, value, output, gradient)]
     logsumexp = logsumexp.contiguous()

@@ -4,7 +4,8 @@ The boundaries of the documents are a tensor on the CPU whatever the device: the
 where that waits for nothing, and a traced graph holds for any number of documents. Fused kernels are used where they
 compute the same: per document on a CPU, all documents at once on a GPU.
 
-Shapes: T = tokens of the row, E = size of a head, of queries and keys or of values. Heads may share keys.
+Parameters: as the package says; operators take no records, so `scale`, `window` and `softcap` come one by one.
+Shapes: T = tokens of the row, E = size of a head.
 """
 
 from __future__ import annotations
@@ -29,11 +30,7 @@ def attention(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, T, heads, E] and the logarithm of each query's sum of exponentials [heads, T], for [1, heads, T,
-    E].
-
-    `sinks` are empty where there are none.
-    """
+    """The output and `logsumexp`."""
     rule = Scores(scale=scale, window=window, softcap=softcap)
     ends = boundaries.tolist()
     if not _has_kernel(query, ends, sinks, rule):
@@ -75,7 +72,7 @@ def attention_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and sinks (empty without), from that of the output."""
+    """The gradients of query, key, value and sinks, from that of the output."""
     rule = Scores(scale=scale, window=window, softcap=softcap)
     ends = boundaries.tolist()
     for_sinks = torch.empty_like(sinks)

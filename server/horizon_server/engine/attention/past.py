@@ -4,7 +4,7 @@ Where a kernel takes all keys up to the chunk's last token at once, outputs come
 earlier keys are merged with those over the chunk's own. Backward is given the merged output and sums, from which every
 part of the keys gives its part of the gradients.
 
-Shapes: T = queries, K = keys, E = size of a head, of queries and keys or of values. Heads may share keys.
+Parameters: as the package says. Shapes: T = queries, K = keys, E = size of a head.
 Source: the online softmax (arXiv 1805.02867), as FlashAttention and ring attention (arXiv 2310.01889) use it.
 """
 
@@ -24,16 +24,11 @@ def takes_all_keys(query: Tensor, sinks: Tensor, rule: Scores) -> bool:
 
 
 def attend_to_past(query: Tensor, key: Tensor, value: Tensor, rule: Scores, *, ahead: int) -> tuple[Tensor, Tensor]:
-    """The output [1, T, heads, E] over these keys alone, and the logarithm of each query's sum of exponentials
-    [heads, T], for [1, heads, T or K, E], all of one document.
-
-    The first query is `ahead` tokens after the first key, and no key is after it. With a window, every query sees one
-    key at least.
-    """
+    """The output and `logsumexp` over these keys alone, all of one document and before the first query. With a window,
+    every query sees one key at least."""
     kernel = _kernel_of(query, rule)
     if kernel == "gpu":
-        ends, key_ends = _ends(query), _ends(key)
-        return fused.attend_on_gpu(query, key, value, ends, rule, key_ends=key_ends, is_causal=False)
+        return fused.attend_on_gpu(query, key, value, _whole(query), rule, key_boundaries=_whole(key), is_causal=False)
     if kernel == "cpu":
         return fused.attend_on_cpu(query, key, value, rule, is_causal=False)
     output, sums = attend_in_blocks(
@@ -53,14 +48,12 @@ def gradients_of_past(
     *,
     ahead: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys give to the gradient of the queries, and the gradients of keys and values from these queries.
-
-    `gradient` and `output` [1, T, heads, E] and `logsumexp` are those over all keys that the queries see.
-    """
+    """What these keys give to the gradient of the queries, and the gradients of keys and values from these queries;
+    `output` and what belongs to it are over all keys that the queries see."""
     kernel = _kernel_of(query, rule)
     given = (gradient, query, key, value, output, logsumexp)
     if kernel == "gpu":
-        return fused.gradients_on_gpu(*given, _ends(query), rule, key_ends=_ends(key), is_causal=False)
+        return fused.gradients_on_gpu(*given, _whole(query), rule, key_boundaries=_whole(key), is_causal=False)
     if kernel == "cpu":
         return fused.gradients_on_cpu(*given, rule, is_causal=False)
     first_seen, sinks = _first_seen(query, ahead, rule), query.new_empty(0)
@@ -82,6 +75,6 @@ def _first_seen(query: Tensor, ahead: int, rule: Scores) -> Tensor:
     return torch.zeros_like(places_T) if not rule.window else (places_T - rule.window + 1).clamp_min_(0)
 
 
-def _ends(tensor: Tensor) -> Tensor:
-    """Of one document."""
+def _whole(tensor: Tensor) -> Tensor:
+    """The boundaries where all tokens are of one document."""
     return torch.tensor([0, tensor.shape[2]])

@@ -1,9 +1,10 @@
-/** What the model said at each evaluation: figures of each set, and its answers to the same prompts over the steps. */
+/** What the model said at each evaluation: figures of each set, and its answers to the same prompts over the steps.
+ *  And what evaluation programs have measured of its checkpoints. */
 import { html, useEffect } from "../vendor/preact-htm.js";
 import { pathOf } from "../api.js";
 import { Chart, chartChoices } from "../charts.js";
 import { show } from "../dialog.js";
-import { count } from "../format.js";
+import { count, short } from "../format.js";
 import { Card, Empty, Problem, Scroll, useData, Waiting } from "../parts.js";
 import { evalNames, figure } from "../series.js";
 
@@ -31,6 +32,47 @@ function Figures({ evals }) {
                   `)}
                 </tr>
               `)}
+          </tbody>
+        </table>
+      <//>
+    <//>
+  `;
+}
+
+/** The newest first, each a metric of a task at a step. */
+function Tasks({ results }) {
+  if (!results.length) return null;
+  const documents = (one) =>
+    one.num_documents > one.num_samples
+      ? `${count(one.num_samples)} of ${count(one.num_documents)}`
+      : count(one.num_samples || null);
+  return html`
+    <${Card} id="tasks" title="Results of evaluation programs" className="flush">
+      <${Scroll} label="Results of evaluation programs by task and step">
+        <table class="figures">
+          <thead>
+            <tr>
+              <th>Step</th>
+              <th>Task</th>
+              <th>Metric</th>
+              <th class="num">Value</th>
+              <th class="num">Standard error</th>
+              <th class="num">Documents</th>
+              <th>Program</th>
+            </tr>
+          </thead>
+          <tbody>
+            ${[...results].reverse().map((one) => html`
+              <tr key=${`${one.step} ${one.task} ${one.metric}`}>
+                <th scope="row">${count(one.step)}</th>
+                <td>${one.task}</td>
+                <td>${one.metric}</td>
+                <td class="num">${short(one.value)}</td>
+                <td class="num">${short(one.stderr)}</td>
+                <td class="num">${documents(one)}</td>
+                <td>${one.program || "-"}</td>
+              </tr>
+            `)}
           </tbody>
         </table>
       <//>
@@ -150,7 +192,15 @@ function Answers({ evaluations }) {
   `;
 }
 
-export function Evaluations({ job, columns, news, query, setQuery }) {
+export function Evaluations(props) {
+  return html`
+    <${Tasks} results=${props.job.task_results || []} />
+    <${OwnEvaluations} ...${props} />
+  `;
+}
+
+/** Those that the job's worker has made. */
+function OwnEvaluations({ job, columns, news, query, setQuery }) {
   const { data, error, reload } = useData(pathOf(["jobs", job.job_id, "answers"]));
   useEffect(() => {
     if (news) reload();
