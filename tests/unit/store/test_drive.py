@@ -236,13 +236,19 @@ def test_a_drive_that_does_not_answer_is_not_waited_for_without_end(
     monkeypatch.setattr(drive_module, "SILENCE_S", 0.2)
     monkeypatch.setattr(drive_module, "_POLL_S", 0.05)
     answers = threading.Event()
-    with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+    with lent_planes(layout, on) as planes, ExitStack() as stack:
+        states = stack.enter_context(opened(layout, on, planes))
+        stack.callback(answers.set)
         for pool in states._pools:
             for _ in range(4):
                 pool.submit(answers.wait)
         with pytest.raises(DriveFailed, match="has not answered for"):
             values_of(states, on.units[0])
-        answers.set()
+        # A worker closes before the daemon is sent its error.
+        closing = threading.Thread(target=states.close, daemon=True)
+        closing.start()
+        closing.join(10.0)
+        assert not closing.is_alive(), "closing waits for no drive that does not answer"
 
 
 def test_files_leave_nothing_behind(layout: StoreLayout, on: OnDrives) -> None:
