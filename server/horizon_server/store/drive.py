@@ -233,8 +233,8 @@ class DriveStates:
         return found
 
     def close(self) -> None:
-        """Wait for what is on its way, unless a drive does not answer. What was written and not flushed is lost, as what
-        is in memory."""
+        """Wait for what is on its way, unless a drive does not answer. What was written and not flushed is lost, as
+        what is in memory."""
         with self._changed:
             self._is_closed, is_silent = True, self._is_silent
         for pool in self._pools:

@@ -34,8 +34,8 @@ _WHY = {
     errno.ENOTDIR: "it is no folder",
     errno.EACCES: "the daemon's user may not write there",
     errno.EPERM: "the daemon's user may not write there",
-    errno.EROFS: "its file system is mounted read-only, or the daemon's service may not write there (ReadWritePaths= of "
-    "its systemd unit)",
+    errno.EROFS: "its file system is mounted read-only, or the daemon's service may not write there "
+    "(ReadWritePaths= of its systemd unit)",
     errno.EDQUOT: "it is full (its quota is used up)",
     errno.EINVAL: "its file system does not allow O_DIRECT; use ext4, XFS or another one on a local drive",
     errno.EOPNOTSUPP: "its file system has no unnamed files (O_TMPFILE); use ext4, XFS or another one on a local drive",
