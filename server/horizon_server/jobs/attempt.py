@@ -303,6 +303,7 @@ class Attempt:
                 num_devices=len(self.devices.names),
                 gpus=self.devices.gpus,
                 bases=others.bases,
+                has_begun=self.job.last_step is not None,
             ),
             self.devices,
             other_bytes=others.num_bytes,

@@ -30,6 +30,10 @@ log = structlog.get_logger(__name__)
 
 _GIGA = 1e9
 
+NO_DRIVES = (
+    "memory.tier is drive, and this node has no drive for it; ask an admin to set tier_dirs (horizond doctor says what "
+    "is wrong with a folder)"
+)
 ACCEPTED_SHARE = 0.05
 """Of what the drives are rated for: a job that writes more must say that it may."""
 
@@ -85,11 +89,12 @@ def drives_of(found: Sequence[DriveSpeed], endurance_bytes: int | None) -> NodeD
 def check_drives(spec: JobSpec, drives: NodeDrives | None) -> None:
     """Raises InvalidSpec where a job wants drives and the node has none."""
     if spec.memory.tier == "drive" and drives is None:
-        raise InvalidSpec.of(
-            "memory.tier",
-            "memory.tier is drive, and this node has no drive for it; ask an admin to set tier_dirs (horizond doctor "
-            "says what is wrong with a folder), or use memory.tier: ram",
-        )
+        raise InvalidSpec.of("memory.tier", f"{NO_DRIVES}, or use memory.tier: ram")
+
+
+def without_drives(spec: JobSpec) -> JobSpec:
+    """The same job with everything in memory, which computes the same."""
+    return spec.model_copy(update={"memory": spec.memory.model_copy(update={"tier": "ram"})})
 
 
 def drives_of_machine(spec: JobSpec, machine: PlannedMachine) -> NodeDrives | None:

@@ -210,6 +210,14 @@ def test_a_node_without_drives_refuses_by_field(folder: Path) -> None:
         plan(folder, on_drives(spec_of()), 64 * GIB, drives=None)
 
 
+def test_a_job_that_has_begun_continues_in_memory_where_its_drives_are_gone(folder: Path) -> None:
+    spec = on_drives(spec_of())
+    found = planner_of(64 * GIB, None).plan_to_start(spec, folder, has_begun=True)
+    assert found.fits and found.drives is None
+    refused = planner_of(needed(folder, spec_of()) - 20 * MIB, None).plan_to_start(spec, folder, has_begun=True)
+    assert not refused.fits and "this node has no drive for it" in refused.message
+
+
 def test_a_machine_that_is_asked_about_has_the_drives_that_are_given(folder: Path) -> None:
     planner, machine = planner_of(GIB), PlannedMachine(gpu="h100", host_gbps=300)
     # Else compressed states are what costs less.
