@@ -70,7 +70,10 @@ def lent_files(folders: Sequence[str], sizes: Sequence[int]) -> Iterator[dict[st
             try:
                 files[file_name(number)] = _unnamed_file(Path(folder), size)
             except OSError as error:
-                raise DriveFailed(f"{folder} (tier_dirs) cannot be used: {_problem(error)}") from error
+                raise DriveFailed(
+                    f"{folder} (tier_dirs) cannot be used: {_problem(error)}; repair it or make room there, or take it "
+                    "out of tier_dirs and restart the daemon; then resume the job"
+                ) from error
         yield files
     finally:
         for descriptor in files.values():

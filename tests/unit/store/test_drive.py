@@ -328,7 +328,8 @@ def test_a_full_drive_is_named(tmp_path: Path) -> None:
     (folder,) = drive_folders(tmp_path, 1)
     with pytest.raises(DriveFailed, match="it is full") as raised, ExitStack() as stack:
         stack.enter_context(lent_files([folder], [1 << 50]))
-    assert folder in raised.value.message
+    assert folder in raised.value.message and " free, and 1,048,576.00 GiB are needed);" in raised.value.message
+    assert "make room there" in raised.value.message and "then resume the job" in raised.value.message
 
 
 def test_a_good_folder_is_measured(tmp_path: Path) -> None:
