@@ -237,7 +237,7 @@ def space_warnings(layout: DriveLayout) -> list[str]:
             if size > free:
                 warnings.append(
                     f"the job's file on {folder} (tier_dirs) takes {size_text(size)}, and {size_text(free)} are free: "
-                    "it fails at its start unless there is room by then"
+                    "it fails at its start unless there is room by then, or other jobs give some back"
                 )
     return warnings
 
