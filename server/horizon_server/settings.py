@@ -53,6 +53,15 @@ def _check_boxes(boxes: tuple[str, ...]) -> tuple[str, ...]:
     return boxes
 
 
+def _check_drives(folders: tuple[Path, ...]) -> tuple[Path, ...]:
+    for folder in folders:
+        if not folder.is_absolute():
+            raise ValueError(f"{folder} is not an absolute folder; write all of its path, such as /nvme0/horizon")
+        if folders.count(folder) > 1:
+            raise ValueError(f"{folder} is there twice; write one folder for each drive")
+    return folders
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_networks)]
 Trackers = Annotated[
@@ -60,6 +69,7 @@ Trackers = Annotated[
 ]
 Boxes = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_boxes)]
 Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list)]
+Drives = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_drives)]
 
 
 class Settings(BaseSettings):
@@ -107,7 +117,7 @@ class Settings(BaseSettings):
         "no such limit.",
     )
     model_roots: Folders = Field((), description="Folders on the node below which a job may name a model folder.")
-    tier_dirs: Folders = Field(
+    tier_dirs: Drives = Field(
         (),
         description="Folders on local drives, one for each drive, for the states of jobs with memory.tier: drive "
         "(docs/drives.md). Their file systems must allow O_DIRECT, as ext4 and XFS do.",

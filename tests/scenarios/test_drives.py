@@ -158,6 +158,23 @@ def test_a_drive_that_fails_ends_its_job_alone_and_the_job_continues_elsewhere(
         assert planes_of(daemon, job.job_id) == planes_of(daemon, whole.job_id)
 
 
+def test_a_job_whose_only_drives_are_taken_out_continues_in_memory(
+    daemon: DaemonProcess, model: Path, tmp_path: Path
+) -> None:
+    with daemon.client(daemon.user("ada")) as client:
+        client.models.push(model, name="deep")
+        needed = client.jobs.plan(spec_of("on-drives")).plan.host_total_bytes
+        limit_memory(daemon, needed - SHORT_BYTES)
+        job = client.jobs.submit(spec_of("on-drives", tier="drive"))
+        wait_for_step(client, job.job_id, SAVE_EVERY + 1)
+        client.jobs.pause(job.job_id)
+        assert wait_for_state(client, job.job_id, "PAUSED").plan is not None
+        limit_memory(daemon, needed + (1 << 30), tier_dirs="")
+        client.jobs.resume(job.job_id)
+        done = wait_for_state(client, job.job_id, "SUCCEEDED", "FAILED")
+        assert done.state == "SUCCEEDED" and done.plan is not None and done.plan.drives is None, done.message
+
+
 def test_a_daemon_without_drives_says_so(daemon: DaemonProcess, tmp_path: Path) -> None:
     daemon.kill()
     daemon._settings |= {"tier_dirs": f"{tmp_path}/gone,/dev/shm"}

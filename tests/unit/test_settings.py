@@ -93,6 +93,18 @@ def test_a_list_in_the_environment_is_separated_by_commas_or_is_json(
     assert settings.model_roots == (Path("/srv/models"),)
 
 
+@pytest.mark.parametrize(
+    ("folders", "why"),
+    [
+        (("nvme0",), "nvme0 is not an absolute folder; write all of its path"),
+        (("/nvme0", "/nvme0/"), "/nvme0 is there twice; write one folder for each drive"),
+    ],
+)
+def test_drives_are_absolute_folders_of_their_own(folders: tuple[str, ...], why: str) -> None:
+    with pytest.raises(BadSetting, match=f"setting tier_dirs: {why}"):
+        load_settings(tier_dirs=folders)
+
+
 def test_a_list_in_the_environment_that_is_not_json_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HORIZOND_TLS_NAMES", '["gpubox"')
     with pytest.raises(BadSetting, match="setting tls_names: "):

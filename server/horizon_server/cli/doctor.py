@@ -21,6 +21,7 @@ from horizon_server.network import interface_of
 from horizon_server.nodes.directory import NodeDirectory
 from horizon_server.nodes.protocol import NodeReport
 from horizon_server.planning.bandwidth import measure_bandwidth
+from horizon_server.planning.drives import on_one_drive
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, what_is_missing
 from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.machine import (
@@ -37,7 +38,7 @@ from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTE
 from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.store import numa
 from horizon_server.store.cpus import available_cpus
-from horizon_server.store.drive_files import measure
+from horizon_server.store.drive_files import DriveSpeed, measure
 from horizon_server.store.native import kernel_info
 from horizon_server.texts import size_text
 from horizon_server.version import VERSION
@@ -97,7 +98,7 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
         _compiler(usable),
         _speed(settings, usable),
         _disk(settings.state_dir),
-        *(_drive(Path(folder)) for folder in settings.tier_dirs),
+        *_drives(settings),
         _largest_model(settings, usable),
         *([_fleet(settings, usable)] if settings.nodes else []),
     ]
@@ -299,15 +300,26 @@ def _disk(state_dir: Path) -> Part:
     return part
 
 
-def _drive(folder: Path) -> Part:
-    """A drive for the states of jobs with memory.tier: drive."""
-    speed = measure(folder)
-    facts = {f"drive_{folder}": {name: value for name, value in vars(speed).items() if name != "folder"}}
+def _drives(settings: Settings) -> list[Part]:
+    """The drives for the states of jobs with memory.tier: drive, one after the other."""
+    found = [measure(folder) for folder in settings.tier_dirs]
+    shared = on_one_drive(found)
+    return [_drive(speed, shared.get(speed.folder)) for speed in found]
+
+
+def _drive(speed: DriveSpeed, former: str | None) -> Part:
+    """A drive; `former` is an earlier folder that is on it too."""
+    folder = speed.folder
+    said = {name: value for name, value in vars(speed).items() if name not in ("folder", "device")}
+    facts = {f"drive_{folder}": said}
     if speed.problem:
         part = Part("drive", f"{folder} cannot be used: {speed.problem}", facts)
         return part.warn("jobs with memory.tier: drive do without it; repair it, or take it out of tier_dirs")
     found = f"{folder} reads {speed.read_bytes_per_s / 1e9:.2f} GB/s, writes {speed.write_bytes_per_s / 1e9:.2f} GB/s"
-    return Part("drive", f"{found}, {size_text(speed.free_bytes)} free", facts)
+    part = Part("drive", f"{found}, {size_text(speed.free_bytes)} free", facts)
+    if former is not None:
+        return part.warn(f"it is on the drive of {former}, and both share its speed and room; name one folder a drive")
+    return part
 
 
 def _largest_model(settings: Settings, usable: tuple[Gpu, ...]) -> Part:

@@ -45,6 +45,7 @@ from horizon_server.jobs.requests import (
     Stopped,
     first_request,
     group_of,
+    lent_planes,
     request_on,
     text_of_broken,
 )
@@ -303,16 +304,16 @@ class Attempt:
                 num_devices=len(self.devices.names),
                 gpus=self.devices.gpus,
                 bases=others.bases,
+                has_begun=self.job.last_step is not None,
             ),
             self.devices,
             other_bytes=others.num_bytes,
         )
         # Of the node's devices, those that it is on.
         plan = dataclasses.replace(plan, device=self.devices.turns.device)
-        known: dict[str, Any] = {"plan": plan, "data_report": prepared.report}
-        if not await self._advance(JobState.STARTING, message=plan.summary, **known):
+        if not await self._advance(JobState.STARTING, message=plan.summary, plan=plan, data_report=prepared.report):
             raise Stopped
-        async with self.runtime.bases.lent_planes(plan, self.job.job_id) as planes:
+        async with lent_planes(self.runtime, plan, self.job.job_id) as planes:
             request = first_request(
                 self.devices, plan, model, prepared, fleet, job=self.job, runtime=self.runtime, log_file=self._log
             )

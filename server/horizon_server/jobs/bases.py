@@ -8,6 +8,7 @@ later daemon gets it back from the workers that it takes over, and waits for the
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from horizon_server.errors import DriveFailed
 from horizon_server.records.job import JobRecord
 from horizon_server.records.plan import Plan, SharedBase
 from horizon_server.store.base_plane import PLANE
@@ -22,6 +24,8 @@ from horizon_server.store.drive_files import lent_files
 from horizon_server.store.planes import create_memory_file, lent_memory
 
 log = structlog.get_logger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,6 +44,8 @@ class Bases:
     _held: dict[str, _Held] = field(init=False, default_factory=dict)
     _expected: dict[str, str] = field(init=False, default_factory=dict)
     """Jobs of an earlier daemon that have not brought their base yet, and its key."""
+    _on_drives: set[str] = field(init=False, default_factory=set)
+    """Jobs that have files on drives."""
     _news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     @property
@@ -65,19 +71,29 @@ class Bases:
     @asynccontextmanager
     async def lent_planes(self, plan: Plan, job_id: str) -> AsyncIterator[dict[str, int]]:
         """Lend a job its planes within the block, by descriptors, with its files on drives; and its base, until
-        `leave`. Raises DriveFailed: a drive has no room for its file."""
+        `leave`. Raises DriveFailed: a drive cannot have its file.
+        """
         drives = plan.execution.drives
         with ExitStack() as lent:
             planes = lent.enter_context(lent_memory(plan.plane_bytes))
             # On a thread: file systems take a while to allocate the space.
             making = lent_files(drives.folders, plan.drive_file_bytes)
             files = await asyncio.to_thread(lent.enter_context, making)
+            if files:
+                self._on_drives.add(job_id)
             base = {} if plan.base is None else {PLANE: await self._lent(plan.base, job_id)}
             yield planes | files | base
+
+    def may_have_room_later(self, job_id: str, error: DriveFailed) -> bool:
+        """Whether a drive had no room for a job's file while other jobs have files there."""
+        is_full = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
+        return is_full and bool(self._on_drives - {job_id})
 
     def take_over(self, job: JobRecord, planes: Mapping[str, int]) -> None:
         """Keep the base among the planes that a worker of an earlier daemon has brought."""
         base = None if job.plan is None else job.plan.base
+        if job.plan is not None and job.plan.execution.drives.units:
+            self._on_drives.add(job.job_id)
         if base is not None and PLANE in planes:
             held = self._held.get(base.key)
             if held is None:
@@ -88,6 +104,7 @@ class Bases:
 
     def leave(self, job_id: str) -> None:
         """A job has left memory. A base without jobs is freed."""
+        self._on_drives.discard(job_id)
         for key, held in list(self._held.items()):
             held.job_ids.discard(job_id)
             if not held.job_ids:

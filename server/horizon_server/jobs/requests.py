@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
 from horizon_server.control_groups import WorkerGroup, worker_group
-from horizon_server.errors import DoesNotFit, HorizonError
+from horizon_server.errors import DoesNotFit, DriveFailed, HorizonError
 from horizon_server.events import Payload
 from horizon_server.jobs.joint_turn import JointTurn
 from horizon_server.jobs.preparation import Preparation, PreparedJob
@@ -39,6 +40,24 @@ class Stopped(Exception):
     def __init__(self, reason: str = "", message: str = "") -> None:
         super().__init__(message)
         self.reason, self.message = reason, message
+
+
+@asynccontextmanager
+async def lent_planes(runtime: Runtime, plan: Plan, job_id: str) -> AsyncIterator[dict[str, int]]:
+    """Lend a job its memory and files within the block, as `Bases.lent_planes`.
+
+    Raises:
+        DriveFailed: a drive cannot have its file.
+        Stopped: a drive has no room for it while other jobs have files there.
+    """
+    async with AsyncExitStack() as stack:
+        try:
+            planes = await stack.enter_async_context(runtime.bases.lent_planes(plan, job_id))
+        except DriveFailed as error:
+            if not runtime.bases.may_have_room_later(job_id, error):
+                raise
+            raise Stopped(WAITS_FOR_MEMORY, f"it waits for other jobs on drives: {error.message}") from error
+        yield planes
 
 
 class Explained(Exception):

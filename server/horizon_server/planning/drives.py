@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ log = structlog.get_logger(__name__)
 
 _GIGA = 1e9
 
+NO_DRIVES = (
+    "memory.tier is drive, and this node has no drive for it; ask an admin to set tier_dirs (horizond doctor says what "
+    "is wrong with a folder)"
+)
 ACCEPTED_SHARE = 0.05
 """Of what the drives are rated for: a job that writes more must say that it may."""
 RINGS = tuple(times * RING_SLOTS for times in (1, 4, 16, 64))
@@ -53,29 +58,47 @@ def find_drives(settings: Settings) -> NodeDrives | None:
     for speed in found:
         if speed.problem:
             log.warning("a folder of tier_dirs cannot be used", folder=speed.folder, why=speed.problem)
+    for folder, former in on_one_drive(found).items():
+        log.warning("two folders of tier_dirs are on one drive", folder=folder, why=f"it is on the drive of {former}")
     return drives_of(found, settings.tier_endurance_bytes)
 
 
+def on_one_drive(found: Sequence[DriveSpeed]) -> dict[str, str]:
+    """The folders that can be used and share their drive with an earlier one, and that one."""
+    first: dict[int, str] = {}
+    usable = [speed for speed in found if not speed.problem]
+    return {
+        speed.folder: former
+        for speed in usable
+        if (former := first.setdefault(speed.device, speed.folder)) != speed.folder
+    }
+
+
 def drives_of(found: Sequence[DriveSpeed], endurance_bytes: int | None) -> NodeDrives | None:
-    """Those that can be used, as one: pieces go round them in turn, so that each does what the slowest does."""
+    """Those that can be used, as one: pieces go round them in turn, so that each does what the slowest does. Folders on
+    one drive share its speed. `endurance_bytes` is that of all of them, of which each has an equal part."""
     usable = [speed for speed in found if not speed.problem]
     if not usable:
         return None
+    sharing = Counter(speed.device for speed in usable)
     rates = DriveRates(
-        read_bytes_per_s=len(usable) * min(speed.read_bytes_per_s for speed in usable),
-        write_bytes_per_s=len(usable) * min(speed.write_bytes_per_s for speed in usable),
+        read_bytes_per_s=len(usable) * min(speed.read_bytes_per_s / sharing[speed.device] for speed in usable),
+        write_bytes_per_s=len(usable) * min(speed.write_bytes_per_s / sharing[speed.device] for speed in usable),
     )
+    # What a job writes goes to these alone.
+    endurance_bytes = None if endurance_bytes is None else endurance_bytes * len(usable) // len(found)
     return NodeDrives(folders=tuple(speed.folder for speed in usable), rates=rates, endurance_bytes=endurance_bytes)
 
 
 def check_drives(spec: JobSpec, drives: NodeDrives | None) -> None:
     """Raises InvalidSpec where a job wants drives and the node has none."""
     if spec.memory.tier == "drive" and drives is None:
-        raise InvalidSpec.of(
-            "memory.tier",
-            "memory.tier is drive, and this node has no drive for it; ask an admin to set tier_dirs (horizond doctor "
-            "says what is wrong with a folder), or use memory.tier: ram",
-        )
+        raise InvalidSpec.of("memory.tier", f"{NO_DRIVES}, or use memory.tier: ram")
+
+
+def without_drives(spec: JobSpec) -> JobSpec:
+    """The same job with everything in memory, which computes the same."""
+    return spec.model_copy(update={"memory": spec.memory.model_copy(update={"tier": "ram"})})
 
 
 def drives_of_machine(spec: JobSpec, machine: PlannedMachine) -> NodeDrives | None:
@@ -217,12 +240,17 @@ def check_wear(spec: JobSpec, use: DriveUse | None, drives: NodeDrives | None) -
 def space_warnings(layout: DriveLayout) -> list[str]:
     """What the drives have no room for at the moment. Another node's folders are not looked at. Blocking."""
     warnings = []
+    taken = Counter[int]()
     for folder, size in zip(layout.on.folders, layout.file_bytes, strict=True):
         with suppress(OSError):
-            if size > (free := shutil.disk_usage(folder).free):
+            # Folders on one drive share its room.
+            device = Path(folder).stat().st_dev
+            free = max(0, shutil.disk_usage(folder).free - taken[device])
+            taken[device] += size
+            if size > free:
                 warnings.append(
                     f"the job's file on {folder} (tier_dirs) takes {size_text(size)}, and {size_text(free)} are free: "
-                    "it fails at its start unless there is room by then"
+                    "it fails at its start unless there is room by then, or other jobs give some back"
                 )
     return warnings
 

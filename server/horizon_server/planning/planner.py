@@ -17,12 +17,14 @@ from horizon_server.planning.case import Case
 from horizon_server.planning.chunks import check_chunks
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.drives import (
+    NO_DRIVES,
     NodeDrives,
     check_drives,
     check_wear,
     drive_use,
     drives_of_machine,
     space_warnings,
+    without_drives,
 )
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
@@ -275,6 +277,7 @@ class Planner:
         num_nodes: int | None = None,
         num_devices: int | None = None,
         gpus: Sequence[Accelerator] = (),
+        has_begun: bool = False,
     ) -> Plan:
         """Plan a job against what is free now.
 
@@ -286,12 +289,18 @@ class Planner:
             num_nodes: that the job is to use; without, the fewest of its range.
             num_devices: that it is to use of each; without, as many as it may use of the node's.
             gpus: those, in the order of its ranks; without, the first ones.
+            has_begun: whether it continues; then it does so in memory where the drives that it asks for are gone.
         """
         free = self._memory().available_bytes - self._settings.host_memory_reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
         execution = self._execution(spec, num_devices, gpus, num_nodes=num_nodes)
         known = {"gpus": gpus, "data": data, "longest_document": longest_document, "bases": bases}
-        return self._planned_here(spec, folder, execution, limit, **known)
+        is_left_by_drives = has_begun and spec.memory.tier == "drive" and self._drives is None
+        asked = without_drives(spec) if is_left_by_drives else spec
+        plan = self._planned_here(asked, folder, execution, limit, **known)
+        if is_left_by_drives and not plan.fits:
+            return dataclasses.replace(plan, message=f"{plan.message}; {NO_DRIVES}")
+        return plan
 
     def plan_to_continue(
         self,

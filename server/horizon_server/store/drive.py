@@ -103,7 +103,7 @@ class DriveStates:
         self._clock = 0
         self._order = [DriveSpan(unit, number) for unit in order for number in range(len(self._parts[unit]))]
         self._place, self._next = {span: place for place, span in enumerate(self._order)}, 0
-        self._is_closed = False
+        self._is_closed, self._is_silent = False, False
         self._read, self._written = Counter[int](), Counter[int]()
 
     def parts(self, unit: int) -> Sequence[slice]:
@@ -233,11 +233,13 @@ class DriveStates:
         return found
 
     def close(self) -> None:
-        """Wait for what is on its way. What was written and not flushed is lost, as what is in memory."""
+        """Wait for what is on its way, unless a drive does not answer. What was written and not flushed is lost, as
+        what is in memory."""
         with self._changed:
-            self._is_closed = True
+            self._is_closed, is_silent = True, self._is_silent
         for pool in self._pools:
-            pool.shutdown(wait=True)
+            # A thread that a drive does not answer may never end: the worker is to say so before it is killed.
+            pool.shutdown(wait=not is_silent, cancel_futures=is_silent)
 
     def _all_slots(self) -> Iterator[_Slot]:
         return (slot for of_plane in self._slots.values() for slot in of_plane)
@@ -384,6 +386,7 @@ class DriveStates:
                     for piece in self._layout.blocks[slot.span, slot.plane]
                 }
             )
+            self._is_silent = True
             self._failure = self._failure or DriveFailed(
                 f"a drive of tier_dirs has not answered for {SILENCE_S:.0f} s, one of: {', '.join(waiting)}; {_ADVICE}"
             )

@@ -23,6 +23,7 @@ from pathlib import Path
 from horizon_server.errors import DriveFailed
 from horizon_server.store import planes
 from horizon_server.store.drive_layout import PIECE_BYTES, file_name
+from horizon_server.texts import size_text
 
 THREADS_PER_DRIVE = 6
 """Four keep a drive busy; those of jobs also compute checksums, with two more meanwhile."""
@@ -35,8 +36,8 @@ _WHY = {
     errno.ENOTDIR: "it is no folder",
     errno.EACCES: "the daemon's user may not write there",
     errno.EPERM: "the daemon's user may not write there",
-    errno.EROFS: "its file system is mounted read-only",
-    errno.ENOSPC: "it is full",
+    errno.EROFS: "its file system is mounted read-only, or the daemon's service may not write there "
+    "(ReadWritePaths= of its systemd unit)",
     errno.EDQUOT: "it is full (its quota is used up)",
     errno.EINVAL: "its file system does not allow O_DIRECT; use ext4, XFS or another one on a local drive",
     errno.EOPNOTSUPP: "its file system has no unnamed files (O_TMPFILE); use ext4, XFS or another one on a local drive",
@@ -54,6 +55,8 @@ class DriveSpeed:
     read_bytes_per_s: float = 0.0
     write_bytes_per_s: float = 0.0
     free_bytes: int = 0
+    device: int = 0
+    """The number of its file system: folders on one share a drive."""
 
 
 @contextmanager
@@ -69,7 +72,10 @@ def lent_files(folders: Sequence[str], sizes: Sequence[int]) -> Iterator[dict[st
             try:
                 files[file_name(number)] = _unnamed_file(Path(folder), size)
             except OSError as error:
-                raise DriveFailed(f"{folder} (tier_dirs) cannot be used: {_problem(error)}") from error
+                raise DriveFailed(
+                    f"{folder} (tier_dirs) cannot be used: {_problem(error)}; repair it or make room there, or take it "
+                    "out of tier_dirs and restart the daemon; then resume the job"
+                ) from error
         yield files
     finally:
         for descriptor in files.values():
@@ -88,7 +94,7 @@ def measure(folder: Path, *, num_bytes: int = _MEASURED_BYTES) -> DriveSpeed:
             read_s = _seconds(partial(_move, os.preadv, file), num_bytes)
         finally:
             os.close(file)
-        room = os.statvfs(folder)
+        room, device = os.statvfs(folder), folder.stat().st_dev
     except OSError as error:
         return DriveSpeed(folder=str(folder), problem=_problem(error))
     return DriveSpeed(
@@ -96,6 +102,7 @@ def measure(folder: Path, *, num_bytes: int = _MEASURED_BYTES) -> DriveSpeed:
         read_bytes_per_s=num_bytes / read_s,
         write_bytes_per_s=num_bytes / written_s,
         free_bytes=room.f_bavail * room.f_frsize,
+        device=device,
     )
 
 
@@ -106,13 +113,20 @@ def _unnamed_file(folder: Path, num_bytes: int) -> int:
         room = os.fstatvfs(file)
         if num_bytes > room.f_bavail * room.f_frsize:
             # Asked for more, some file systems take all there is before they refuse.
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise _full(file, num_bytes)
         if num_bytes:
             os.posix_fallocate(file, 0, num_bytes)
-    except OSError:
+    except OSError as error:
+        problem = _full(file, num_bytes) if error.errno == errno.ENOSPC else error
         os.close(file)
-        raise
+        raise problem from None
     return file
+
+
+def _full(file: int, num_bytes: int) -> OSError:
+    room = os.fstatvfs(file)
+    free = size_text(room.f_bavail * room.f_frsize)
+    return OSError(errno.ENOSPC, f"it is full ({free} free, and {size_text(num_bytes)} are needed)")
 
 
 def _file_system(folder: Path) -> str:

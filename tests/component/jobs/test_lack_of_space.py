@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sqlite3
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tests.component.jobs.conftest import ADA, held
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts
 
-from horizon_server.errors import DatabaseUnavailable, DiskFull
+from horizon_server.errors import DatabaseUnavailable, DiskFull, DriveFailed
 from horizon_server.events import Message, StepDone
+from horizon_server.jobs import bases as bases_module
 from horizon_server.jobs import journal as journal_module
 from horizon_server.records.job import JobState
 
@@ -94,3 +96,26 @@ async def test_a_drain_with_a_full_disk_ends_and_the_next_daemon_settles_the_job
     async with full_disk(daemon, job.job_id):
         await daemon.drain(5.0)
         assert (await daemon.job(job.job_id)).job_state is S.RUNNING
+
+
+async def test_a_job_waits_for_room_on_drives_until_another_one_has_ended(
+    daemon: DaemonParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await held(daemon)
+    bases = daemon.parts.scheduler.runtime.bases
+    bases._on_drives.add(first.job_id)
+
+    @contextmanager
+    def lent(folders: object, sizes: object) -> Iterator[dict[str, int]]:
+        if bases._on_drives:
+            raise DriveFailed("/nvme0 (tier_dirs) cannot be used: it is full") from OSError(errno.ENOSPC, "full")
+        yield {}
+
+    monkeypatch.setattr(bases_module, "lent_files", lent)
+    second = await daemon.submit(ADA, "second")
+    waits = await daemon.until(second.job_id, S.QUEUED, attempt=1)
+    assert waits.reason == "WAITS_FOR_MEMORY"
+    assert waits.message == "it waits for other jobs on drives: /nvme0 (tier_dirs) cannot be used: it is full"
+    daemon.release("held")
+    await daemon.until(first.job_id, S.SUCCEEDED)
+    assert (await daemon.until(second.job_id, S.SUCCEEDED)).reason != "DRIVE_FAILED"

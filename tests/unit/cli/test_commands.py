@@ -22,6 +22,8 @@ from horizon_server.db.database import migrate
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import BadSetting, DiskFull, HorizonError, NotAllowed, NotFound, Unauthenticated, WorkerDied
 from horizon_server.planning.machine import Gpu
+from horizon_server.settings import load_settings
+from horizon_server.store.drive_files import DriveSpeed
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -329,6 +331,14 @@ def test_the_doctor_ends_with_1_where_a_machine_cannot_train(
     assert any(" layers         " in line for line in lines)
     at = lines.index("[fail]  speed          not measured: the measurement was killed by SIGKILL")
     assert lines[at + 1].endswith("is the installation complete (pip install '.[server]')?")
+
+
+def test_the_doctor_names_folders_on_one_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = sys.modules["horizon_server.cli.doctor"]
+    monkeypatch.setattr(doctor, "measure", lambda folder: DriveSpeed(folder=str(folder), device=7))
+    first, second = doctor._drives(load_settings(tier_dirs=("/nvme0", "/nvme1")))
+    assert (first.verdict, second.verdict) == ("ok", "warn")
+    assert "on the drive of /nvme0" in second.advice
 
 
 def test_the_doctor_says_whether_layers_can_be_compiled_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests.support.drives import drive_folders
 
+from horizon_server.errors import DriveFailed
 from horizon_server.jobs.bases import Bases
-from horizon_server.records.execution import Execution
+from horizon_server.jobs.requests import Stopped, lent_planes
+from horizon_server.records.execution import Execution, OnDrives
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import Plan, SharedBase
 from horizon_server.spec import parse_job_spec
@@ -69,6 +75,23 @@ async def test_jobs_on_one_key_get_one_file_which_is_freed_after_the_last() -> N
     assert (bases.num_bytes, bases.num_jobs) == (4096, 1)
     bases.leave("other")
     assert open_descriptors() == before
+
+
+async def test_a_job_waits_for_room_on_drives_while_other_jobs_have_files_there(tmp_path: Path) -> None:
+    (folder,) = drive_folders(tmp_path, 1)
+    execution = Execution(drives=OnDrives(units=(0,), planes=("exp_avg",), folders=(folder,)))
+    small = dataclasses.replace(plan_with(None), execution=execution, drive_file_bytes=(8192,))
+    large = dataclasses.replace(small, drive_file_bytes=(1 << 50,))
+    bases = Bases()
+    runtime: Any = SimpleNamespace(bases=bases)
+    async with lent_planes(runtime, small, "one") as planes:
+        assert "drive 0" in planes
+        with pytest.raises(Stopped, match="it waits for other jobs on drives") as stopped:
+            await lent_planes(runtime, large, "two").__aenter__()
+        assert stopped.value.reason == "WAITS_FOR_MEMORY"
+    bases.leave("one")
+    with pytest.raises(DriveFailed, match="it is full"):
+        await lent_planes(runtime, large, "two").__aenter__()
 
 
 async def test_a_later_daemon_waits_for_the_workers_that_may_have_the_base() -> None:

@@ -18,7 +18,7 @@ from tests.unit.planning.test_planner import CONFIG, GIB, H100, spec_of
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning import drives as drives_module
-from horizon_server.planning.drives import NodeDrives, drives_of, find_drives, kept_first
+from horizon_server.planning.drives import NodeDrives, drives_of, find_drives, kept_first, on_one_drive
 from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
@@ -210,6 +210,14 @@ def test_a_node_without_drives_refuses_by_field(folder: Path) -> None:
         plan(folder, on_drives(spec_of()), 64 * GIB, drives=None)
 
 
+def test_a_job_that_has_begun_continues_in_memory_where_its_drives_are_gone(folder: Path) -> None:
+    spec = on_drives(spec_of())
+    found = planner_of(64 * GIB, None).plan_to_start(spec, folder, has_begun=True)
+    assert found.fits and found.drives is None
+    refused = planner_of(needed(folder, spec_of()) - 20 * MIB, None).plan_to_start(spec, folder, has_begun=True)
+    assert not refused.fits and "this node has no drive for it" in refused.message
+
+
 def test_a_machine_that_is_asked_about_has_the_drives_that_are_given(folder: Path) -> None:
     planner, machine = planner_of(GIB), PlannedMachine(gpu="h100", host_gbps=300)
     # Else compressed states are what costs less.
@@ -300,14 +308,40 @@ def test_the_played_step_takes_what_drives_take(in_backward: bool) -> None:
 
 def test_drives_are_as_fast_as_the_slowest_of_them() -> None:
     speeds = [
-        DriveSpeed(folder="/a", read_bytes_per_s=3.0, write_bytes_per_s=2.0),
+        DriveSpeed(folder="/a", read_bytes_per_s=3.0, write_bytes_per_s=2.0, device=1),
         DriveSpeed(folder="/b", problem="it is full"),
-        DriveSpeed(folder="/c", read_bytes_per_s=4.0, write_bytes_per_s=1.0),
+        DriveSpeed(folder="/c", read_bytes_per_s=4.0, write_bytes_per_s=1.0, device=2),
     ]
     found = drives_of(speeds, None)
     assert found is not None and found.folders == ("/a", "/c")
     assert found.rates == DriveRates(read_bytes_per_s=6.0, write_bytes_per_s=2.0)
     assert drives_of(speeds[1:2], None) is None
+
+
+def test_drives_that_cannot_be_used_are_not_worn() -> None:
+    speeds = [DriveSpeed(folder="/a", problem="it is full"), DriveSpeed(folder="/b"), DriveSpeed(folder="/c")]
+    found = drives_of(speeds, 300)
+    assert found is not None and found.endurance_bytes == 200
+
+
+def test_folders_on_one_drive_share_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = [
+        DriveSpeed(folder="/a", read_bytes_per_s=3.0, write_bytes_per_s=2.0, device=1),
+        DriveSpeed(folder="/b", read_bytes_per_s=3.0, write_bytes_per_s=2.0, device=1),
+    ]
+    found = drives_of(speeds, None)
+    assert found is not None and found.rates == DriveRates(read_bytes_per_s=3.0, write_bytes_per_s=2.0)
+    assert on_one_drive(speeds) == {"/b": "/a"}
+
+    folders = tuple(str(tmp_path / name) for name in "ab")
+    for name in folders:
+        Path(name).mkdir()
+    limit, drives = needed(folder, spec_of()) - 20 * MIB, dataclasses.replace(DRIVES, folders=folders)
+    sizes = plan(folder, on_drives(spec_of()), limit, drives=drives).drive_file_bytes
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=sum(sizes) - 1))
+    (warning,) = [line for line in plan(folder, on_drives(spec_of()), limit, drives=drives).warnings if "tier" in line]
+    assert f"the job's file on {folders[1]}" in warning
 
 
 def test_folders_that_cannot_be_used_are_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

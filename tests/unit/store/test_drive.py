@@ -236,13 +236,19 @@ def test_a_drive_that_does_not_answer_is_not_waited_for_without_end(
     monkeypatch.setattr(drive_module, "SILENCE_S", 0.2)
     monkeypatch.setattr(drive_module, "_POLL_S", 0.05)
     answers = threading.Event()
-    with lent_planes(layout, on) as planes, opened(layout, on, planes) as states:
+    with lent_planes(layout, on) as planes, ExitStack() as stack:
+        states = stack.enter_context(opened(layout, on, planes))
+        stack.callback(answers.set)
         for pool in states._pools:
             for _ in range(THREADS_PER_DRIVE):
                 pool.submit(answers.wait)
         with pytest.raises(DriveFailed, match="has not answered for"):
             values_of(states, on.units[0])
-        answers.set()
+        # A worker closes before the daemon is sent its error.
+        closing = threading.Thread(target=states.close, daemon=True)
+        closing.start()
+        closing.join(10.0)
+        assert not closing.is_alive(), "closing waits for no drive that does not answer"
 
 
 def test_files_leave_nothing_behind(layout: StoreLayout, on: OnDrives) -> None:
@@ -322,7 +328,8 @@ def test_a_full_drive_is_named(tmp_path: Path) -> None:
     (folder,) = drive_folders(tmp_path, 1)
     with pytest.raises(DriveFailed, match="it is full") as raised, ExitStack() as stack:
         stack.enter_context(lent_files([folder], [1 << 50]))
-    assert folder in raised.value.message
+    assert folder in raised.value.message and " free, and 1,048,576.00 GiB are needed);" in raised.value.message
+    assert "make room there" in raised.value.message and "then resume the job" in raised.value.message
 
 
 def test_a_good_folder_is_measured(tmp_path: Path) -> None:
