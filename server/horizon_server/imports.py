@@ -16,7 +16,7 @@ def seldom_collecting() -> Iterator[None]:
     """Have Python look for garbage seldom in the block, which imports libraries.
 
     Nearly all that an import makes stays, and every pass over it finds nothing: with torch and transformers that is a
-    fifth of the time. Not for code that computes: memory in cycles is freed later.
+    tenth to a fifth of the time. Not for code that computes: memory in cycles is freed later.
     """
     # Not `gc.disable` and `gc.freeze`: what is frozen stays at the interpreter's end too, of which triton complains.
     usual = gc.get_threshold()
