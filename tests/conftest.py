@@ -62,14 +62,20 @@ _HAS_FAILED = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out further cases where not all tests are wanted, and put long tests first.
+    """Leave out further cases where not all tests are wanted, and put long tests first and those marked `alone` last.
 
-    What is left at the end, when one process has no more to do, is then short.
+    What is left at the end, when one process has no more to do, is then short. A test that runs alone waits until the
+    other processes have ended theirs, and meanwhile no process begins one: among the long tests that would be minutes.
     """
     if not os.environ.get(TEST_ALL):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("further")])
         items[:] = [item for item in items if not item.get_closest_marker("further")]
-    items.sort(key=lambda item: [name not in item.path.parts for name in _LONGEST_FIRST])
+    items.sort(key=_order)
+
+
+def _order(item: pytest.Item) -> list[bool]:
+    is_alone = item.get_closest_marker("alone") is not None
+    return [is_alone, *(name not in item.path.parts for name in _LONGEST_FIRST)]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -25,8 +25,11 @@ def main() -> int:
         )
         return 2
     # Not before: without the extra these imports end in a traceback.
-    from horizon_server.cli import run
-    from horizon_server.state_dir import PRIVATE_UMASK
+    from horizon_server.imports import seldom_collecting
+
+    with seldom_collecting():
+        from horizon_server.cli import run
+        from horizon_server.state_dir import PRIVATE_UMASK
 
     os.umask(PRIVATE_UMASK)
     return run()

@@ -18,6 +18,7 @@ from horizon_server.cli.nodes import node_group
 from horizon_server.cli.options import Commands, with_settings_options
 from horizon_server.cli.plan import plan
 from horizon_server.errors import HorizonError, NotAllowed, NotFound, Unauthenticated
+from horizon_server.imports import seldom_collecting
 from horizon_server.settings import load_settings, quiet_libraries
 from horizon_server.version import VERSION
 
@@ -59,7 +60,8 @@ def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...
     settings = load_settings(config, state_dir=state_dir, tls_names=tls_names or None, **flags)
     quiet_libraries()
     # Only this command and the demo need the whole daemon; the others answer sooner without its imports.
-    from horizon_server.main import run_daemon
+    with seldom_collecting():
+        from horizon_server.main import run_daemon
 
     return run_daemon(settings)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from horizon_server import cpu_priority
 from horizon_server.codec import from_plain
+from horizon_server.imports import seldom_collecting
 from horizon_server.worker import let_launchers_run
 from horizon_server.worker.rank_processes import OtherRanks
 from horizon_server.worker_link.request import WorkerRequest
@@ -15,8 +16,9 @@ from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
 
 def _import_libraries() -> None:
-    for name in ("training", "session"):
-        importlib.import_module(f"horizon_server.worker.{name}")
+    with seldom_collecting():
+        for name in ("training", "session"):
+            importlib.import_module(f"horizon_server.worker.{name}")
 
 
 def load(yields: bool) -> None:
@@ -45,6 +47,7 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
         cpu_priority.in_lowered_thread(_import_libraries)
     training: Training | Session | None = None
     try:
+        _import_libraries()
         from horizon_server.worker.session import Session
         from horizon_server.worker.training import Training
 

@@ -14,11 +14,9 @@ from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import from_plain
-from horizon_server.engine.device import device_for
-from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import naming
 from horizon_server.events import EvalDone, EvaluationProgress
+from horizon_server.imports import seldom_collecting
 from horizon_server.planning.sampling import evaluated_folder
 from horizon_server.records.checkpoint_evaluation import EvaluationRequest
 from horizon_server.store.base_digest import DigestBook
@@ -26,10 +24,16 @@ from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker import let_launchers_run
-from horizon_server.worker.device_turn import DeviceTurn
-from horizon_server.worker.evaluation import Evaluation
-from horizon_server.worker.set_up import make_step_plan
 from horizon_server.worker_link.orders import Orders
+
+# The modules that load torch and transformers.
+with seldom_collecting():
+    from horizon_server.engine.device import device_for
+    from horizon_server.engine.template import Template
+    from horizon_server.engine.trainer import Trainer
+    from horizon_server.worker.device_turn import DeviceTurn
+    from horizon_server.worker.evaluation import Evaluation
+    from horizon_server.worker.set_up import make_step_plan
 
 # Training on the same node has the processors first.
 _NICENESS = 10

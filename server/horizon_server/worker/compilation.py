@@ -16,16 +16,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from horizon_server import cpu_priority, progress
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import from_plain, to_plain
-from horizon_server.engine.compiled.layers import CompiledLayers, is_complete, known_keys
-from horizon_server.engine.compiled.library import CodeLibrary, Target
-from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec, Stalled, WorkerDied
 from horizon_server.events import Message, WorkerLine
+from horizon_server.imports import seldom_collecting
 from horizon_server.jobs.compile_request import MAX_COMPILE_S, MAX_KILLS, CompileRequest, MadeBook
 from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
 from horizon_server.planning.gpu_compiler import CPP_COMPILER
@@ -36,6 +32,14 @@ from horizon_server.settings import child_environment
 from horizon_server.spec import CompileChoice, LoraSpec, TrainSpec
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
+
+# The modules that load torch and transformers.
+with seldom_collecting():
+    import torch
+
+    from horizon_server.engine.compiled.layers import CompiledLayers, is_complete, known_keys
+    from horizon_server.engine.compiled.library import CodeLibrary, Target
+    from horizon_server.engine.template import Template
 
 # How soon an order to end is seen.
 _POLL_S = 0.5

@@ -13,6 +13,7 @@ from typing import Any
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import to_plain
 from horizon_server.errors import naming
+from horizon_server.imports import seldom_collecting
 from horizon_server.worker import let_launchers_run
 
 
@@ -24,11 +25,13 @@ def work(request: Any, _: EventWriter) -> Any:
     """
     let_launchers_run()
     if "layers_of" in request:
-        from horizon_server.engine.layer_memory import measure_layer_memory
+        with seldom_collecting():
+            from horizon_server.engine.layer_memory import measure_layer_memory
 
         return to_plain(measure_layer_memory(Path(request["layers_of"])))
     if "tensors_of" in request:
-        from horizon_server.engine.meta_model import tensors_of_config
+        with seldom_collecting():
+            from horizon_server.engine.meta_model import tensors_of_config
 
         folder = Path(request["tensors_of"])
         with naming({folder: ""}):
@@ -43,7 +46,8 @@ def work(request: Any, _: EventWriter) -> Any:
         return to_plain(measure_peers(request["peers"], _gpus(), request["num_devices"]))
     if "computes" in request:
         return _computes()
-    from horizon_server.engine.rate_probe import measure_rates
+    with seldom_collecting():
+        from horizon_server.engine.rate_probe import measure_rates
 
     rates = measure_rates(request["device"], compute_dtype=request["compute_dtype"], num_threads=request["num_threads"])
     return to_plain(rates)
@@ -68,7 +72,8 @@ def _computes() -> bool:
 
 
 def _tried(folder: Path) -> dict[str, Any]:
-    from horizon_server.engine.template import Template
+    with seldom_collecting():
+        from horizon_server.engine.template import Template
 
     # Where the folder is on the node is not the caller's concern.
     with naming({folder: ""}):

@@ -14,24 +14,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from horizon_server.children.entry import Answer, Failure, encode_line, end_of, end_with_parent
 from horizon_server.codec import from_plain
-from horizon_server.engine.compiled.layers import CompiledLayers
-from horizon_server.engine.compiled.library import CodeLibrary
-from horizon_server.engine.device import device_for
-from horizon_server.engine.divided_store import DividedStore
-from horizon_server.engine.ranks import Call, Meeting, Ranks
-from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import OutOfMemory
+from horizon_server.imports import seldom_collecting
 from horizon_server.network import parse_address
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker import let_launchers_run
-from horizon_server.worker.compilation import compile_request, target_of
-from horizon_server.worker.set_up import Homes, attached_store, gpu_of_rank, template_of
 from horizon_server.worker_link.request import WorkerRequest
+
+# The modules that load torch and transformers.
+with seldom_collecting():
+    import torch
+
+    from horizon_server.engine.compiled.layers import CompiledLayers
+    from horizon_server.engine.compiled.library import CodeLibrary
+    from horizon_server.engine.device import device_for
+    from horizon_server.engine.divided_store import DividedStore
+    from horizon_server.engine.ranks import Call, Meeting, Ranks
+    from horizon_server.engine.trainer import Trainer
+    from horizon_server.worker.compilation import compile_request, target_of
+    from horizon_server.worker.set_up import Homes, attached_store, gpu_of_rank, template_of
 
 
 def work(plain: Any, meeting: Meeting, rank: int, shared_fd: int) -> None:

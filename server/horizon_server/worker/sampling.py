@@ -22,10 +22,8 @@ from horizon_server.children.entry import Answer, EventWriter, Failure, end_of, 
 from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.generation.generator import TokenGenerator, generation_template
-from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, naming
+from horizon_server.imports import seldom_collecting
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
 from horizon_server.records.execution import NOTHING_STAYS, Residency
@@ -37,7 +35,13 @@ from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
 from horizon_server.texts import size_text
 from horizon_server.worker import let_launchers_run
-from horizon_server.worker.answering import Answering, encoded, generation_options, stop_tokens
+
+# The modules that load torch and transformers.
+with seldom_collecting():
+    from horizon_server.engine.device.host import HostDevice
+    from horizon_server.engine.generation.generator import TokenGenerator, generation_template
+    from horizon_server.engine.template import Template
+    from horizon_server.worker.answering import Answering, encoded, generation_options, stop_tokens
 
 _WHO = "the child that answers prompts"
 # Training on the same node has the processors first.

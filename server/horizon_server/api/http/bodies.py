@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import json
 import math
-import textwrap
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -135,13 +135,19 @@ def _json_type(hint: Any) -> Any:
     return body_of(cast(Any, hint)) if dataclasses.is_dataclass(hint) else hint
 
 
+@cache
+def _definitions(module: str) -> Mapping[str, ast.ClassDef]:
+    """The classes of a module by name. A module is parsed once: `inspect.getsource` of a class parses it each time."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
+
+
 def _descriptions(kind: type[Any]) -> dict[str, str]:
     """The docstrings below the fields of a dataclass and of those that it inherits from."""
     # Read from the source, as Python drops a string that is below an assignment.
     described: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
+        definition = _definitions(base.__module__)[base.__name__]
         for field, text in pairwise(definition.body):
             is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             if is_field and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
