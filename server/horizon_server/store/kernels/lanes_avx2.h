@@ -17,9 +17,13 @@ HZ_INLINE Floats root_of(Floats value) { return _mm256_sqrt_ps(value); }
 HZ_INLINE Floats least(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 HZ_INLINE Ints most(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
 HZ_INLINE Floats magnitude_of(Floats value) { return _mm256_and_ps(value, as_floats(all(0x7fffffff))); }
-// A number whose sign is turned where another one is negative.
-HZ_INLINE Floats turned_as(Floats value, Floats sign) {
-    return _mm256_xor_ps(value, _mm256_andnot_ps(as_floats(all(0x7fffffff)), sign));
+// A number with a magnitude up to `most`. Of a NaN, that one.
+HZ_INLINE Floats within(Floats value, Floats most) {
+    const Floats sign = _mm256_andnot_ps(as_floats(all(0x7fffffff)), value);
+    return _mm256_or_ps(least(magnitude_of(value), most), sign);
+}
+HZ_INLINE Ints largest_magnitude(Floats a, Floats b) {
+    return most(as_ints(magnitude_of(a)), as_ints(magnitude_of(b)));
 }
 
 HZ_INLINE Ints load_ints(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
@@ -47,8 +51,9 @@ HZ_INLINE Pair load_codes(const int8_t* codes) {
     return converted(interleaved(_mm256_setzero_si256(), _mm256_cvtepi8_epi16(load_bytes(codes))));
 }
 
-HZ_INLINE Pair load_codes(const uint8_t* codes) {
-    return converted(interleaved(_mm256_setzero_si256(), _mm256_cvtepu8_epi16(load_bytes(codes))));
+HZ_INLINE Pair load_squares(const uint8_t* codes) {
+    const Ints words = _mm256_cvtepu8_epi16(load_bytes(codes));
+    return converted(interleaved(_mm256_mullo_epi16(words, words), _mm256_setzero_si256()));
 }
 
 HZ_INLINE Pair merged(const uint16_t* hi, const int8_t* lo) {
