@@ -142,12 +142,9 @@ def decode_first(
     return numbers
 
 
-def decode_root(
-    codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint16], *, times: float = 1.0
-) -> npt.NDArray[np.float32]:
-    """Roots of second moments of whole groups. Shapes and `times`: as `decode_first`."""
-    steps = _widen(scales) * (np.float32(times) * (np.float32(1) / np.float32(255)))
-    return _of_groups(steps) * codes.astype(np.float32)
+def decode_root(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Roots of second moments of whole groups. Shapes: as `decode_first`."""
+    return _of_groups(_widen(scales) * (np.float32(1) / np.float32(255))) * codes.astype(np.float32)
 
 
 def encode_first(

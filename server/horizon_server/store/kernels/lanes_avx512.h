@@ -17,9 +17,13 @@ HZ_INLINE Floats root_of(Floats value) { return _mm512_sqrt_ps(value); }
 HZ_INLINE Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 HZ_INLINE Ints most(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 HZ_INLINE Floats magnitude_of(Floats value) { return _mm512_and_ps(value, as_floats(all(0x7fffffff))); }
-// A number with a magnitude up to `most`. Of a NaN, that one.
-HZ_INLINE Floats within(Floats value, Floats most) { return _mm512_range_ps(value, most, 0x02); }
-HZ_INLINE Ints largest_magnitude(Floats a, Floats b) { return as_ints(_mm512_range_ps(a, b, 0x0b)); }
+// Numbers with magnitudes up to `limits`, of a NaN that one; in `largest`, the larger magnitudes of two.
+HZ_INLINE Pair within(Pair values, Pair limits, Ints& largest) {
+    // 2: of two numbers, the smaller magnitude with the sign of the first; 11: the larger magnitude.
+    const Pair found = {_mm512_range_ps(values.a, limits.a, 2), _mm512_range_ps(values.b, limits.b, 2)};
+    largest = as_ints(_mm512_range_ps(found.a, found.b, 11));
+    return found;
+}
 
 HZ_INLINE Pair interleaved(Ints low_words, Ints high_words) {
     return {as_floats(_mm512_unpacklo_epi16(low_words, high_words)),

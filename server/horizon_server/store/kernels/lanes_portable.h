@@ -20,12 +20,13 @@ HZ_INLINE Floats least(Floats a, Floats b) { return a < b ? a : b; }
 HZ_INLINE Ints least(Ints a, Ints b) { return a < b ? a : b; }
 HZ_INLINE Ints most(Ints a, Ints b) { return a > b ? a : b; }
 HZ_INLINE Floats magnitude_of(Floats value) { return as_floats(as_ints(value) & 0x7fffffff); }
-// A number with a magnitude up to `most`. Of a NaN, that one.
-HZ_INLINE Floats within(Floats value, Floats most) {
-    return as_floats(as_ints(least(magnitude_of(value), most)) | (as_ints(value) & ~all(0x7fffffff)));
-}
-HZ_INLINE Ints largest_magnitude(Floats a, Floats b) {
-    return most(as_ints(magnitude_of(a)), as_ints(magnitude_of(b)));
+// Numbers with magnitudes up to `limits`, of a NaN that one; in `largest`, the larger magnitudes of two.
+HZ_INLINE Pair within(Pair values, Pair limits, Ints& largest) {
+    const Ints signs = ~all(0x7fffffff);
+    const Ints a = as_ints(least(magnitude_of(values.a), limits.a));
+    const Ints b = as_ints(least(magnitude_of(values.b), limits.b));
+    largest = most(a, b);
+    return {as_floats(a | (as_ints(values.a) & signs)), as_floats(b | (as_ints(values.b) & signs))};
 }
 
 template <typename Value>
