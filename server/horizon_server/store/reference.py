@@ -12,9 +12,9 @@ int8 `lo`; of the moments, for each group of 32 elements
 * two scales in bfloat16, the largest magnitude of each rounded up: in 16 bits the range of fp32, so that the result
   does not depend on how large gradients are.
 
-Codes are rounded down (-1.5 to -2) after `dither` was added: numbers from 0 to 1 that fill this range evenly from step to step. To
-the nearest, a moment that changes by less than half a code in a step would never change: with beta2 0.999 a root falls
-by a twentieth of a percent at most.
+Codes are rounded down, negative ones too, after `dither` was added: numbers from 0 to 1 that fill this range evenly
+from step to step. To the nearest, a moment that changes by less than half a code in a step would never change: with
+beta2 0.999 a root falls by a twentieth of a percent at most.
 """
 
 from __future__ import annotations

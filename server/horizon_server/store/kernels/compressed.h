@@ -1,7 +1,7 @@
 // AdamW on compressed states for one instruction set: included once for each, after its lanes_*.h and in its namespace.
 //
-// A strip of 16 groups goes through two loops, before and after its scales are known, with what one leaves for the other
-// in the first cache. On the way between them only the largest numbers of groups are reduced.
+// A strip of 16 groups goes through two loops, one before its scales are known and one after, with what the first leaves
+// for the second in the first cache.
 
 constexpr int64_t kPair = sizeof(Pair) / sizeof(float);
 constexpr int64_t kPairsOfGroup = kBlock / kPair;
