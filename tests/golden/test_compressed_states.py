@@ -79,9 +79,9 @@ def scales_of(groups: Tensor) -> Tensor:
 def rounded_first(first: Tensor, dither: Tensor) -> Tensor:
     groups = in_groups(first)
     scale = scales_of(groups)
-    share = groups.abs() / scale
-    code = torch.floor(127 * 2 * share / (1 + share) + dither).nan_to_num().clamp(max=127) / 127
-    return (code / (2 - code) * scale * groups.sign()).flatten()[: first.numel()].view_as(first)
+    share = groups / scale
+    code = torch.floor(127 * 2 * share / (1 + share.abs()) + dither).nan_to_num().clamp(-127, 127) / 127
+    return (code / (2 - code.abs()) * scale).flatten()[: first.numel()].view_as(first)
 
 
 def rounded_root(root: Tensor, dither: Tensor) -> Tensor:

@@ -6,15 +6,15 @@ up is exactly invertible, where rounding half to even is not.
 Compressed states: of the master, the nearest number whose last eight bits are zero, split as above into `hi` and an
 int8 `lo`; of the moments, for each group of 32 elements
 
-* the first, m, as int8: with x = m / scale, the code is 127 * 2x / (1 + |x|), as 254 - 254 / (1 + |x|);
+* the first, m, as int8: with x = m / scale, the code is 127 * 2x / (1 + |x|), as 254 * m / (scale + |m|);
 * the root r of the second as uint8: 255 * r / scale; a root above 0 has a code of at least 1, so that no division is by
   less than a 255th of the group's largest root;
 * two scales in bfloat16, the largest magnitude of each rounded up: in 16 bits the range of fp32, so that the result
   does not depend on how large gradients are.
 
-Codes are rounded down after `dither` was added: numbers from 0 to 1 that fill this range evenly from step to step. To
-the nearest, a moment that changes by less than half a code in a step would never change: with beta2 0.999 a root falls
-by a twentieth of a percent at most.
+Codes are rounded down, negative ones too, after `dither` was added: numbers from 0 to 1 that fill this range evenly
+from step to step. To the nearest, a moment that changes by less than half a code in a step would never change: with
+beta2 0.999 a root falls by a twentieth of a percent at most.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ _NORM_LANES = 16
 _LARGEST_MAGNITUDE = 0x7F7F7FFF
 _INFINITY = 0x7F800000
 _LARGEST_24 = 0x7F7F7F00
-# In fp32 bits, 2^-100 and 2^100, which bound the scales of first moments, and 2^-76 and 2^63, those of roots: the root
-# of an fp32 number is larger than the one or 0, and the square of the other is finite.
+# In fp32 bits, 2^-100 and 2^100, which bound the scales of first moments, and 2^-76 and 2^63, those of roots: the
+# square of 2^63 is finite.
 _FIRST_SCALES = (0x0D800000, 0x71800000)
 _ROOT_SCALES = (0x19800000, 0x5F000000)
 _LARGEST_ROOT = np.float32(2.0**63)
+# Twice the largest code of a first moment, less what roundings can add to a code: none is beyond the largest.
+_FIRST_CODES = np.float32(254 * (1 - 2.0**-20))
 # Fills a range evenly from number to number: 2^32 divided by the golden ratio (Knuth, TAOCP 6.4), odd.
 _WEYL = 0x9E3779B1
 
@@ -140,12 +142,9 @@ def decode_first(
     return numbers
 
 
-def decode_root(
-    codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint16], *, times: float = 1.0
-) -> npt.NDArray[np.float32]:
-    """Roots of second moments of whole groups. Shapes and `times`: as `decode_first`."""
-    steps = _widen(scales) * (np.float32(times) * (np.float32(1) / np.float32(255)))
-    return _of_groups(steps) * codes.astype(np.float32)
+def decode_root(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Roots of second moments of whole groups. Shapes: as `decode_first`."""
+    return _of_groups(_widen(scales) * (np.float32(1) / np.float32(255))) * codes.astype(np.float32)
 
 
 def encode_first(
@@ -156,11 +155,9 @@ def encode_first(
 ) -> None:
     """The codes and scales of first moments of whole groups. Shapes: first, codes [G * 32], dither [32], scales [G]."""
     scale = _scales(first, _FIRST_SCALES, scales)
-    share = np.abs(first) * _of_groups(np.float32(1) / scale)
     # Rounded to the nearest, half a code below.
-    offsets = _per_group(dither + np.float32(253.5), first)
-    magnitude = np.minimum(np.rint(offsets - np.float32(254) / (np.float32(1) + share)), np.float32(127))
-    codes[:] = np.where(np.signbit(first), -magnitude, magnitude).astype(np.int8)
+    offsets = _per_group(dither - np.float32(0.5), first)
+    codes[:] = np.rint((_FIRST_CODES * first) / (_of_groups(scale) + np.abs(first)) + offsets).astype(np.int8)
 
 
 def encode_root(
@@ -168,10 +165,13 @@ def encode_root(
     dither: npt.NDArray[np.float32],
     codes: npt.NDArray[np.uint8],
     scales: npt.NDArray[np.uint16],
+    *,
+    unit: float = 1.0,
 ) -> None:
-    """The codes and scales of roots of second moments of whole groups. Shapes: as `encode_first`."""
+    """The codes and scales of roots of second moments of whole groups, which come times `unit`. Shapes: as
+    `encode_first`."""
     root = np.minimum(root, _LARGEST_ROOT)
-    scale = _scales(root, _ROOT_SCALES, scales)
+    scale = _scales(root * (np.float32(1) / np.float32(unit)), _ROOT_SCALES, scales) * np.float32(unit)
     offsets = _per_group(dither - np.float32(0.5), root)
     steps = np.rint(root * _of_groups(np.float32(255) / scale) + offsets)
     above = np.maximum(steps, (root > 0).astype(np.float32))
@@ -208,26 +208,23 @@ def adamw_compressed(
         codes, roots, wide = (_padded(values[part]) for values in (first_codes, root_codes, grads))
         with np.errstate(all="ignore"):
             wide_grads, scale = _widen(wide), f32(scalars.grad_scale)
-            last_root = decode_root(roots, own_scales[:, 1], times=np.sqrt(f32(scalars.beta2)))
-            own_root = (np.sqrt(f32(scalars.one_minus_beta2)) * scale) * wide_grads
-            root = np.sqrt(last_root * last_root + own_root * own_root)
+            own = (f32(scalars.one_minus_beta1) * scale) * wide_grads
+            # Roots are in a unit in which the gradient's part of the root is `own`, as that of the first moment.
+            unit = f32(scalars.one_minus_beta1) / np.sqrt(f32(scalars.one_minus_beta2))
+            root_step = _widen(own_scales[:, 1]) * ((np.sqrt(f32(scalars.beta2)) * (f32(1) / f32(255))) * unit)
+            square = roots.astype(np.float32) ** 2
+            root = np.sqrt(_of_groups(root_step * root_step) * square + own * own)
             root = np.where(root < _LARGEST_ROOT, root, _LARGEST_ROOT)
-            first = decode_first(codes, own_scales[:, 0], times=scalars.beta1)
-            first += (f32(scalars.one_minus_beta1) * scale) * wide_grads
-            magnitude, limit = np.abs(first), f32(scalars.most_ratio) * root
+            first = decode_first(codes, own_scales[:, 0], times=scalars.beta1) + own
+            magnitude, limit = np.abs(first), (f32(scalars.most_ratio) / unit) * root
             first = np.copysign(np.where(magnitude < limit, magnitude, limit), first)
             weights = np.empty(size, dtype=f32)
             merge(hi_bits[part], lo[part], weights)
             weights *= f32(decay_factor)
-            weights -= ((step_size * first) / (root + f32(scalars.scaled_eps)))[:size]
+            weights -= (((step_size * unit) * first) / (root + f32(scalars.scaled_eps) * unit))[:size]
             split(weights, hi_bits[part], lo[part])
-            for values, encode, numbers, column in (
-                (codes, encode_first, first, 0),
-                (roots, encode_root, root, 1),
-            ):
-                found = np.empty(len(own_scales), dtype=np.uint16)
-                encode(numbers, dither[column * GROUP_ELEMENTS :][:GROUP_ELEMENTS], values, found)
-                own_scales[:, column] = found
+            encode_first(first, dither[:GROUP_ELEMENTS], codes, own_scales[:, 0])
+            encode_root(root, dither[GROUP_ELEMENTS:], roots, own_scales[:, 1], unit=unit)
         first_codes[part], root_codes[part] = codes[:size], roots[:size]
 
 

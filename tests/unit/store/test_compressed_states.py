@@ -105,6 +105,27 @@ def test_kernel_gives_the_bits_of_numpy(
 
 
 @needs_kernel
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_kernel_gives_the_bits_of_numpy_at_the_end_of_fp32(
+    weight_decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, shape = "model.layers.0.proj.weight", SHAPES["model.layers.0.proj.weight"]
+    ends = torch.tensor([3.3895e38, 3.39e38, 3.4028e38, math.inf, -3.3895e38, -3.4e38, -math.inf, 1e-45])
+    generator = torch.Generator().manual_seed(1)
+
+    def found() -> dict[str, torch.Tensor]:
+        store = filled_store(torch.float32)
+        store.write_master(name, ends[torch.randint(len(ends), shape, generator=generator.manual_seed(1))])
+        store.tensor(name, "grad").view(-1)[::37] = math.inf
+        update_unit(store, 1, AdamWStep(step=1, **OPTIONS | {"weight_decay": weight_decay}), num_threads=1)
+        return {plane: store.plane(plane).view(torch.uint8).clone() for plane in PLANES}
+
+    by_kernel = found()
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert_same_bits(by_kernel, found())
+
+
+@needs_kernel
 @pytest.mark.parametrize("num_threads", [2, 3, 7])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_threads(num_threads: int, grad_dtype: torch.dtype) -> None:
@@ -293,3 +314,19 @@ def test_dither_fills_its_range_evenly_over_steps() -> None:
     # Of random numbers, the means would be off by up to 0.06 or so.
     assert np.abs(numbers.mean(axis=0) - 0.5).max() < 0.01
     assert len({row.tobytes() for row in numbers}) == 256
+
+
+@pytest.mark.parametrize("size", [2.0**-90, 3e-7, 1.0, 2.0**60])
+def test_codes_of_first_moments_are_right_to_one_and_never_beyond_the_largest(size: float) -> None:
+    """The largest of a group is a scale or just below it, where roundings could carry to the next code."""
+    rng, codes, scales = np.random.default_rng(0), np.empty(32 * 512, np.int8), np.empty(512, np.uint16)
+    first = (rng.uniform(-1, 1, (512, 32)) * size).astype(F32)
+    # Numbers with 8 bits, as scales have them, and the three below each.
+    ends = (np.linspace(128, 255, 128)[:, None] * size).astype(F32).view(np.uint32) - np.arange(4, dtype=np.uint32)
+    first[:, 0], first[:, 1] = ends.ravel().view(F32), -ends.ravel().view(F32)
+    for dither in (0.5 / 32768, 0.5, 1 - 0.5 / 32768):
+        reference.encode_first(first.ravel(), np.full(32, dither, F32), codes, scales)
+        share = first.astype(float) / reference._widen(scales).astype(float)[:, None]
+        exact = (254 * share / (1 + np.abs(share))).ravel() + dither
+        assert np.abs(codes.astype(int)).max() == 127
+        assert np.abs(codes - (exact - 0.5)).max() < 0.5 + 2e-4

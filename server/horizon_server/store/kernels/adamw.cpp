@@ -186,6 +186,8 @@ constexpr int32_t kSmallestFirst = 0x0d800000;   // 2^-100: nor below it
 constexpr int32_t kLargestRoot = 0x5f000000;     // 2^63: its square is finite
 constexpr int32_t kSmallestRoot = 0x19800000;    // 2^-76: the root of an fp32 number is larger, or 0
 constexpr float kFirstCodes = 254.0f;            // twice the largest code of a first moment
+// As kFirstCodes, less what roundings can add: no code is beyond the largest.
+constexpr float kFirstCodesWithin = kFirstCodes * (1.0f - 1.0f / (1 << 20));
 constexpr float kRootCodes = 255.0f;
 
 struct Dither {

@@ -17,9 +17,12 @@ HZ_INLINE Floats root_of(Floats value) { return _mm256_sqrt_ps(value); }
 HZ_INLINE Floats least(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 HZ_INLINE Ints most(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
 HZ_INLINE Floats magnitude_of(Floats value) { return _mm256_and_ps(value, as_floats(all(0x7fffffff))); }
-// A number whose sign is turned where another one is negative.
-HZ_INLINE Floats turned_as(Floats value, Floats sign) {
-    return _mm256_xor_ps(value, _mm256_andnot_ps(as_floats(all(0x7fffffff)), sign));
+// Numbers with magnitudes up to `most`, of a NaN that one; in `largest`, the larger magnitudes of two.
+HZ_INLINE Pair within(Pair values, Pair limits, Ints& largest) {
+    const Floats signs = as_floats(all(0x7fffffff));
+    const Floats a = least(magnitude_of(values.a), limits.a), b = least(magnitude_of(values.b), limits.b);
+    largest = most(as_ints(a), as_ints(b));
+    return {_mm256_or_ps(a, _mm256_andnot_ps(signs, values.a)), _mm256_or_ps(b, _mm256_andnot_ps(signs, values.b))};
 }
 
 HZ_INLINE Ints load_ints(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
@@ -47,8 +50,9 @@ HZ_INLINE Pair load_codes(const int8_t* codes) {
     return converted(interleaved(_mm256_setzero_si256(), _mm256_cvtepi8_epi16(load_bytes(codes))));
 }
 
-HZ_INLINE Pair load_codes(const uint8_t* codes) {
-    return converted(interleaved(_mm256_setzero_si256(), _mm256_cvtepu8_epi16(load_bytes(codes))));
+HZ_INLINE Pair load_squares(const uint8_t* codes) {
+    const Ints words = _mm256_cvtepu8_epi16(load_bytes(codes));
+    return converted(interleaved(_mm256_mullo_epi16(words, words), _mm256_setzero_si256()));
 }
 
 HZ_INLINE Pair merged(const uint16_t* hi, const int8_t* lo) {
@@ -72,18 +76,22 @@ HZ_INLINE __m128i low_bytes(Ints packed) {
 }
 
 HZ_INLINE void split(Pair masters, uint16_t* hi, int8_t* lo) {
-    Ints a = as_ints(masters.a), b = as_ints(masters.b);
-    const Ints largest = most(_mm256_and_si256(a, all(0x7fffffff)), _mm256_and_si256(b, all(0x7fffffff)));
-    if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpgt_epi32(largest, all(kLargest24))) != 0, 0)) {
-        a = guarded(a);
-        b = guarded(b);
+    Ints rounded, high;
+    const auto halve = [&](Ints a, Ints b) {
+        const Ints low_words = all(0xffff);
+        const Ints low = _mm256_packus_epi32(_mm256_and_si256(a, low_words), _mm256_and_si256(b, low_words));
+        rounded = _mm256_add_epi16(low, _mm256_set1_epi16(0x80));
+        // From 0x7f80 on, rounding to 24 bits or the sign of the low word carries, and never both.
+        const Ints carries = _mm256_srli_epi16(_mm256_or_si256(low, rounded), 15);
+        high = _mm256_add_epi16(_mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16)), carries);
+    };
+    halve(as_ints(masters.a), as_ints(masters.b));
+    // What needs a guard has an exponent of ones, but for NaN that no operation gives.
+    const Ints exponents = _mm256_and_si256(high, all(0x7f807f80));
+    if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpeq_epi16(exponents, all(0x7f807f80))) != 0, 0)) {
+        halve(guarded(as_ints(masters.a)), guarded(as_ints(masters.b)));
     }
-    a = _mm256_add_epi32(a, all(0x80));
-    b = _mm256_add_epi32(b, all(0x80));
-    const Ints high = _mm256_packus_epi32(_mm256_srli_epi32(_mm256_add_epi32(a, all(0x8000)), 16),
-                                          _mm256_srli_epi32(_mm256_add_epi32(b, all(0x8000)), 16));
-    const Ints low = _mm256_packs_epi32(_mm256_srai_epi32(_mm256_slli_epi32(a, 16), 24),
-                                        _mm256_srai_epi32(_mm256_slli_epi32(b, 16), 24));
+    const Ints low = _mm256_srai_epi16(rounded, 8);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(hi), high);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(lo), low_bytes(_mm256_packs_epi16(low, low)));
 }

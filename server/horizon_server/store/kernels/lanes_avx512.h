@@ -17,9 +17,12 @@ HZ_INLINE Floats root_of(Floats value) { return _mm512_sqrt_ps(value); }
 HZ_INLINE Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 HZ_INLINE Ints most(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 HZ_INLINE Floats magnitude_of(Floats value) { return _mm512_and_ps(value, as_floats(all(0x7fffffff))); }
-// A number whose sign is turned where another one is negative.
-HZ_INLINE Floats turned_as(Floats value, Floats sign) {
-    return as_floats(_mm512_ternarylogic_epi32(as_ints(value), as_ints(sign), all(0x7fffffff), 0xb4));
+// Numbers with magnitudes up to `limits`, of a NaN that one; in `largest`, the larger magnitudes of two.
+HZ_INLINE Pair within(Pair values, Pair limits, Ints& largest) {
+    // 2: of two numbers, the smaller magnitude with the sign of the first; 11: the larger magnitude.
+    const Pair found = {_mm512_range_ps(values.a, limits.a, 2), _mm512_range_ps(values.b, limits.b, 2)};
+    largest = as_ints(_mm512_range_ps(found.a, found.b, 11));
+    return found;
 }
 
 HZ_INLINE Pair interleaved(Ints low_words, Ints high_words) {
@@ -46,9 +49,9 @@ HZ_INLINE Pair load_codes(const int8_t* codes) {
     return converted(interleaved(_mm512_setzero_si512(), words));
 }
 
-HZ_INLINE Pair load_codes(const uint8_t* codes) {
+HZ_INLINE Pair load_squares(const uint8_t* codes) {
     const Ints words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-    return converted(interleaved(_mm512_setzero_si512(), words));
+    return converted(interleaved(_mm512_mullo_epi16(words, words), _mm512_setzero_si512()));
 }
 
 HZ_INLINE Pair merged(const uint16_t* hi, const int8_t* lo) {
@@ -79,22 +82,23 @@ static constexpr WordOrder word_order{};
 HZ_INLINE void split(Pair masters, uint16_t* hi, int8_t* lo) {
     const Ints low_words = _mm512_load_si512(word_order.low);
     const Ints high_words = _mm512_add_epi16(low_words, _mm512_set1_epi16(1));
-    Ints a = _mm512_add_epi32(as_ints(masters.a), all(0x80)), b = _mm512_add_epi32(as_ints(masters.b), all(0x80));
-    const auto high_of = [&](Ints a, Ints b) {
-        return _mm512_permutex2var_epi16(_mm512_add_epi32(a, all(0x8000)), high_words,
-                                         _mm512_add_epi32(b, all(0x8000)));
+    Ints low, high;
+    const auto halve = [&](Ints a, Ints b) {
+        low = _mm512_permutex2var_epi16(a, low_words, b);
+        high = _mm512_permutex2var_epi16(a, high_words, b);
+        // From here on, rounding to 24 bits or the sign of the low word carries, and never both.
+        const __mmask32 carries = _mm512_cmpge_epu16_mask(low, _mm512_set1_epi16(0x7f80));
+        high = _mm512_mask_add_epi16(high, carries, high, _mm512_set1_epi16(1));
     };
-    Ints high = high_of(a, b);
+    halve(as_ints(masters.a), as_ints(masters.b));
     // What needs a guard has an exponent of ones, but for NaN that no operation gives.
     const Ints exponents = _mm512_and_si512(high, all(0x7f807f80));
     if (__builtin_expect(_mm512_cmpeq_epi16_mask(exponents, all(0x7f807f80)) != 0, 0)) {
-        a = _mm512_add_epi32(guarded(as_ints(masters.a)), all(0x80));
-        b = _mm512_add_epi32(guarded(as_ints(masters.b)), all(0x80));
-        high = high_of(a, b);
+        halve(guarded(as_ints(masters.a)), guarded(as_ints(masters.b)));
     }
-    const Ints low = _mm512_srli_epi16(_mm512_permutex2var_epi16(a, low_words, b), 8);
+    const Ints bytes = _mm512_srli_epi16(_mm512_add_epi16(low, _mm512_set1_epi16(0x80)), 8);
     _mm512_storeu_si512(hi, high);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lo), _mm512_cvtepi16_epi8(low));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lo), _mm512_cvtepi16_epi8(bytes));
 }
 
 HZ_INLINE Ints rounded_words(Pair values) {

@@ -20,9 +20,13 @@ HZ_INLINE Floats least(Floats a, Floats b) { return a < b ? a : b; }
 HZ_INLINE Ints least(Ints a, Ints b) { return a < b ? a : b; }
 HZ_INLINE Ints most(Ints a, Ints b) { return a > b ? a : b; }
 HZ_INLINE Floats magnitude_of(Floats value) { return as_floats(as_ints(value) & 0x7fffffff); }
-// A number whose sign is turned where another one is negative.
-HZ_INLINE Floats turned_as(Floats value, Floats sign) {
-    return as_floats(as_ints(value) ^ (as_ints(sign) & ~all(0x7fffffff)));
+// Numbers with magnitudes up to `limits`, of a NaN that one; in `largest`, the larger magnitudes of two.
+HZ_INLINE Pair within(Pair values, Pair limits, Ints& largest) {
+    const Ints signs = ~all(0x7fffffff);
+    const Ints a = as_ints(least(magnitude_of(values.a), limits.a));
+    const Ints b = as_ints(least(magnitude_of(values.b), limits.b));
+    largest = most(a, b);
+    return {as_floats(a | (as_ints(values.a) & signs)), as_floats(b | (as_ints(values.b) & signs))};
 }
 
 template <typename Value>
@@ -42,9 +46,13 @@ HZ_INLINE Pair load(const uint16_t* bf16_bits) {
 HZ_INLINE Pair load(const float* values) { return {four_floats(values, 1.0f), four_floats(values + 4, 1.0f)}; }
 
 // Codes, times 65,536.
-template <typename Code>
-HZ_INLINE Pair load_codes(const Code* codes) {
+HZ_INLINE Pair load_codes(const int8_t* codes) {
     return {four_floats(codes, 65536.0f), four_floats(codes + 4, 65536.0f)};
+}
+
+HZ_INLINE Pair load_squares(const uint8_t* codes) {
+    const Pair values = {four_floats(codes, 1.0f), four_floats(codes + 4, 1.0f)};
+    return {values.a * values.a, values.b * values.b};
 }
 
 HZ_INLINE Pair merged(const uint16_t* hi, const int8_t* lo) {
