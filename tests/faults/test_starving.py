@@ -126,7 +126,7 @@ def rest(world: Attacked) -> None:
     # seconds, by how busy the machine is.
     while time.monotonic() < until:
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=240) as answer:  # noqa: S310
                 assert answer.status == 200
                 return
         except ConnectionError:
