@@ -143,7 +143,7 @@ async def _flooded(server: str, method: str, message: bytes, token: str, seconds
         call = channel.unary_unary(method)
         while time.monotonic() < deadline:
             try:
-                await call(message, metadata=metadata, timeout=240)
+                await call(message, metadata=metadata, timeout=20)
                 counts["OK"] += 1
             except grpc.aio.AioRpcError as error:
                 counts[error.code().name] += 1

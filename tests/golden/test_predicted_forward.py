@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from bench.models import random_rows, random_store
 from tests.support.plans import settings, step_work
 from transformers import AutoConfig
@@ -33,6 +34,7 @@ FACTOR = 2.0
 ROUNDS = 8
 
 
+@pytest.mark.timeout(1800)
 def test_a_pass_forward_is_the_part_of_a_step_that_is_predicted() -> None:
     config = AutoConfig.for_model(
         "qwen3",

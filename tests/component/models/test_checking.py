@@ -79,7 +79,6 @@ async def test_a_sound_folder_is_described(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
