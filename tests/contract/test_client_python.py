@@ -46,6 +46,6 @@ def _oldest_python() -> str | None:
     for name in (f"python{OLDEST}", *map(str, Path.home().glob(f".pyenv/versions/{OLDEST}.*/bin/python"))):
         found = shutil.which(name)
         # What a version manager puts on the path may lead nowhere.
-        if found and subprocess.run([found, "-c", ""], capture_output=True, check=False, timeout=60).returncode == 0:
+        if found and subprocess.run([found, "-c", ""], capture_output=True, check=False, timeout=240).returncode == 0:
             return found
     return None

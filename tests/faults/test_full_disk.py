@@ -40,12 +40,12 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     if mounted.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=60)
+    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=240)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ MakeNode = Callable[..., Node]
 STEP = {"sequence_length": 128, "tokens_per_step": 512}
 # Of a step's time, what a restart may add between two steps.
 MOST_ADDED = 0.01
-ROUNDS = 4
+ROUNDS = 8
 
 
 @pytest.fixture
@@ -138,20 +139,32 @@ def require_one_run(
     wait_for(lambda: not processes_of(WORKER, node.daemon.state_dir), LONG_S)
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
 def test_a_restart_repeats_no_step_and_delays_none(leaving_node: MakeNode, how: str) -> None:
-    node, added = leaving_node(), list[float]()
-    # The machine may become slower or faster by itself; what a restart adds is added each time.
-    while not added or (added[-1] > MOST_ADDED and len(added) < ROUNDS):
+    node, added = leaving_node(), list[Added]()
+    # The machine may become slower or faster by itself, and hold up a single step; what a restart adds is added each
+    # time.
+    while not added or (not added[-1].is_nothing and len(added) < ROUNDS):
         added.append(added_by_restart(node, how, f"restarted-{len(added)}"))
-    assert added[-1] <= MOST_ADDED, added
+    assert added[-1].is_nothing, added
 
 
-def added_by_restart(node: Node, how: str, name: str) -> float:
-    """How much longer than before steps take while the daemon is away and after it is back, as a share: the larger of
-    the two."""
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """How much longer than before the gaps between steps are while the daemon is away and after it is back, as a share
+    of a step: by their median, the larger of the two, and by the longest gap of all."""
+
+    usually: float
+    at_most: float
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether no step waited for the daemon, which was away for many steps."""
+        return self.usually <= MOST_ADDED and self.at_most < 1.0
+
+
+def added_by_restart(node: Node, how: str, name: str) -> Added:
     # More steps than any machine does meanwhile: the job is cancelled.
     user = begin(node, name, max_steps=100_000)
     (pid,) = processes_of(WORKER, node.daemon.state_dir)
@@ -179,9 +192,7 @@ def added_by_restart(node: Node, how: str, name: str) -> float:
     step_s = statistics.median(clock.duration_s.values())
     added = [(statistics.median(gaps) - statistics.median(usual)) / step_s for gaps in (alone, again)]
     print(f"a step takes {step_s:.3f} s; added by the daemon's absence {added[0]:.2%}, after its return {added[1]:.2%}")
-    # Not one of them waited for the daemon, which was away for many steps.
-    assert max(alone + again) < max(usual) + step_s, (step_s, usual, alone, again)
-    return max(added)
+    return Added(usually=max(added), at_most=(max(alone + again) - max(usual)) / step_s)
 
 
 def test_the_series_of_a_running_job_are_the_same_after_a_restart(leaving_node: MakeNode) -> None:

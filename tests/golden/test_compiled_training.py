@@ -107,7 +107,7 @@ def filled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Filled:
     killed: list[int] = []
 
     def kill_first() -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240
         while not (found := compilers()) and time.monotonic() < until:
             time.sleep(0.002)
         killed.extend(found[:1])

@@ -226,7 +226,7 @@ def test_a_failure_of_one_rank_ends_what_the_others_wait_for(engine: Engine) -> 
     def work(trainer: Trainer) -> StepFigures:
         # As the threads that watch the other processes do.
         def watch() -> None:
-            failed.wait(30)
+            failed.wait(240)
             trainer._ranks.is_broken = True
 
         threading.Thread(target=watch, daemon=True).start()
@@ -266,7 +266,7 @@ def test_a_failed_copy_to_other_ranks_ends_the_rank_at_once(call: str, last_of: 
             super().__init__(*args, **kwargs)
             all_ranks.append(self)
 
-    took_s = []
+    ended_by_itself = []
 
     def work(trainer: Trainer) -> None:
         # Before the copies are counted: the trial of packing has some of its own.
@@ -274,11 +274,11 @@ def test_a_failed_copy_to_other_ranks_ends_the_rank_at_once(call: str, last_of: 
         first.num_hops = 0
         getattr(trainer, last_of)(rows)
         first.num_hops, first.fail_at = 0, first.num_hops
-        start_s = time.monotonic()
         try:
             with pytest.raises(RuntimeError, match="this copy failed"):
                 getattr(trainer, call)(rows)
-            took_s.append(time.monotonic() - start_s)
+            # Before it hears that another one has ended.
+            ended_by_itself.append(not any(ranks.is_broken for ranks in all_ranks))
         finally:
             # As the end of the first rank's process does.
             for ranks in all_ranks:
@@ -291,7 +291,7 @@ def test_a_failed_copy_to_other_ranks_ends_the_rank_at_once(call: str, last_of: 
     how: dict[str, Any] = {"num_ranks": 2, "lanes": LANES, "parallel": "layers", **STEP}
     with pytest.raises(RuntimeError, match=r"another rank has died|this copy failed"):
         trained(SharedStore(engine.tiny_model("llama")), work, make_device=device, kind=Noted, **how)
-    assert took_s[0] < 10
+    assert ended_by_itself == [True]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])

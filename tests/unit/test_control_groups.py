@@ -125,10 +125,10 @@ def test_a_real_group_kills_what_exceeds_its_memory() -> None:
     child = subprocess.Popen([sys.executable, "-c", eat], stdin=subprocess.PIPE)
     try:
         assert group.add(child.pid) is None
-        child.communicate(b"g", timeout=60)
+        child.communicate(b"g", timeout=240)
         assert child.returncode == -9
         assert group.oom_kills() >= 1
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(240)
         assert group.remove()

@@ -35,7 +35,7 @@ def run(program: str) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
         start_new_session=True,
     )
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ def test_half_files_of_processes_that_are_gone_are_removed(tmp_path: Path) -> No
         "os.fsync = lambda _: os.kill(os.getpid(), 9);"
         "durable.replace_file(pathlib.Path(sys.argv[1]), 'text')"
     )
-    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "file")], timeout=60, check=False)
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "file")], timeout=240, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 1
     remove_half_files(tmp_path)

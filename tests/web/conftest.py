@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
     from tests.support.page_world import PageWorld
 
-WAIT_MS = 60_000.0
+WAIT_MS = 240_000.0
 
 Open = Callable[..., "Page"]
 

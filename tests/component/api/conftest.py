@@ -53,7 +53,7 @@ class World:
         return len(watched.news) if watched else 0
 
     async def until_unwatched(self, job: JobRecord) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while self.num_watching(job):  # noqa: ASYNC110  # nothing announces it
                 await asyncio.sleep(0.005)
 

@@ -20,7 +20,7 @@ from horizon_server.api.services import OpenStreams
 from horizon_server.errors import NotAllowed, Unauthenticated
 from horizon_server.records.account import Principal
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @pytest.fixture

@@ -517,7 +517,7 @@ def _interrupt(daemon: Daemon, *args: str, when: bytes) -> tuple[int, str]:
                 printed += line
             process.send_signal(signal.SIGINT)
             printed += process.stdout.read()
-            return process.wait(60), printed.decode()
+            return process.wait(240), printed.decode()
         finally:
             too_late.cancel()
             process.kill()

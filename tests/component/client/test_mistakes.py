@@ -286,7 +286,7 @@ def test_a_reader_that_ends_early_is_not_a_failed_job(
     )
     os.close(write)
     try:
-        _, printed = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=240)
     finally:
         process.kill()
     assert (process.returncode, printed) == (141, b"")

@@ -159,7 +159,7 @@ def test_the_command_prints_one_line_and_no_log_of_grpc(daemon: Daemon, own_ca: 
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 5
     (line,) = done.stderr.splitlines()

@@ -142,7 +142,7 @@ def test_plain_form_has_the_names_that_notebooks_know() -> None:
 def test_wait_returns_the_ended_job(client: Client, daemon: Daemon, state: JobState) -> None:
     daemon.add_job("first", state=state)
     daemon.line.cuts["WatchJob"] = [0]
-    assert client.jobs.wait("first", timeout_s=60).state == state
+    assert client.jobs.wait("first", timeout_s=240).state == state
     assert "WatchJob" in daemon.calls
 
 

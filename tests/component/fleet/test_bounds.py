@@ -19,7 +19,7 @@ from horizon_server.services.fleet.records import Asked
 async def test_events_come_a_bounded_number_at_a_time(fleet: Fleet) -> None:
     await fleet.box.set_node("cordoned")
     job = await fleet.head.submit(fleet.ada, model="tiny", node="box2")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while (there := await fleet.box.parts.journal.store.get(job.job_id)) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for number in range(MAX_EVENTS + 20 - there.last_sequence):
@@ -30,7 +30,7 @@ async def test_events_come_a_bounded_number_at_a_time(fleet: Fleet) -> None:
     (rest,) = await guest.updates(NODE, Asked(after={job.job_id: MAX_EVENTS}))
     assert len(rest.events) == 20
     # The head asks for more until it has all.
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while (await fleet.head.job(job.job_id)).journal_line < MAX_EVENTS + 20:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

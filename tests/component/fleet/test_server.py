@@ -38,7 +38,7 @@ async def answered(fleet: Fleet, context: ssl.SSLContext | None, sent: bytes) ->
         try:
             writer.write(sent)
             await writer.drain()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 return await reader.read()
         finally:
             writer.close()

@@ -209,12 +209,12 @@ async def test_gc_asks_a_running_daemon(daemon: DaemonParts, ada: Principal) -> 
     def ask(dry_run: bool) -> None:
         from horizon_server.services.housekeeping.requests import ask_daemon
 
-        answers.append(ask_daemon(daemon.state_dir, dry_run=dry_run, timeout_s=60))
+        answers.append(ask_daemon(daemon.state_dir, dry_run=dry_run, timeout_s=240))
 
     for dry_run in (True, False):
         asking = threading.Thread(target=ask, args=(dry_run,))
         asking.start()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while asking.is_alive():  # as the daemon does
                 await answer_request(daemon.state_dir, daemon.parts.sweep)
                 await asyncio.sleep(0.01)

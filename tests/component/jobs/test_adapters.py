@@ -336,7 +336,7 @@ async def test_what_a_daemon_that_was_killed_while_it_merged_has_left_is_removed
     there = what_is_there(folder / "merged")
     await daemon.drain()
     daemon.start_queue()  # as when it starts again
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while (folder / "merged.new").exists():  # noqa: ASYNC110  # it does not say when
             await asyncio.sleep(0.01)
     assert what_is_there(folder / "merged") == there and is_complete(folder)
@@ -507,7 +507,7 @@ async def test_a_merge_whose_caller_hangs_up_leaves_nothing(daemon: DaemonParts,
             await asyncio.Event().wait()
 
     task = asyncio.create_task(merge(), name="merge")
-    await asyncio.wait_for(begun.wait(), 60)
+    await asyncio.wait_for(begun.wait(), 240)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there

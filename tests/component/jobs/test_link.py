@@ -121,7 +121,7 @@ class Heard:
         self.news.set()
 
     async def until(self, *, texts: int = 0, turns: int = 0) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while len(self.texts) < texts or len(self.turns) < turns:
                 self.news.clear()
                 await self.news.wait()
@@ -177,7 +177,7 @@ async def test_one_that_ended_without_a_daemon_has_left_its_last_words(
     (tmp_path / "go").touch()
     found = await Worker.find(tmp_path / "attempt")
     if found is not None:
-        assert await found.wait(60)
+        assert await found.wait(240)
         found.leave()
     with pytest.raises(Diverged, match="the loss is not finite"):
         await replay_journal(tmp_path / "attempt", heard.num_lines, heard)

@@ -178,7 +178,7 @@ async def test_checkpoints_are_written_and_deleted_while_a_backup_is_made(daemon
     training = asyncio.get_running_loop().run_in_executor(None, train)
     try:
         for number in range(20):
-            assert await asyncio.to_thread(written_one.acquire, timeout=60)
+            assert await asyncio.to_thread(written_one.acquire, timeout=240)
             target = tmp_path / f"backup{number}"
             backup = await asyncio.to_thread(make_backup, daemon.state_dir, target)
             assert (backup.problems, check_backup(target, full=True).findings) == ((), [])

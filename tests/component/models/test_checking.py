@@ -79,7 +79,6 @@ async def test_a_sound_folder_is_described(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
@@ -114,7 +113,7 @@ async def test_every_bomb_of_the_audit_is_refused_while_the_loop_keeps_its_pace(
     stop = asyncio.Event()
     watching = asyncio.create_task(longest_freeze_s(stop))
     with pytest.raises(InvalidModel, match=words) as caught:
-        await asyncio.wait_for(check_model(place, digests=place / "digests"), 60)
+        await asyncio.wait_for(check_model(place, digests=place / "digests"), 240)
     stop.set()
     assert await watching < LONGEST_FREEZE_S
     assert psutil.Process().memory_info().rss - memory_before < 32 * 2**20, "no memory of the daemon's own"
@@ -184,16 +183,18 @@ async def test_a_check_that_is_cancelled_leaves_no_process(
     tmp_path: Path, act_on_checks: Callable[[Act], None]
 ) -> None:
     task = asyncio.create_task(check_model(write(tmp_path), digests=tmp_path / "digests"))
-    found: list[list[int]] = []
+    pids: list[int] = []
 
-    def cancel(_: int) -> None:
-        found.append(checks())
+    def cancel(pid: int) -> None:
+        # By its id: on a busy machine it may not have become the program yet.
+        assert pid in children_of(os.getpid())
+        pids.append(pid)
         task.cancel()
 
     act_on_checks(cancel)
     await asyncio.wait([task])
     assert task.cancelled()
-    assert len(found[0]) == 1 and checks() == []
+    assert len(pids) == 1 and not psutil.pid_exists(pids[0]) and checks() == []
 
 
 def folder_of(model_type: str, folder: Path, **sizes: Any) -> Path:

@@ -33,7 +33,7 @@ from horizon_server.nodes.remote import connected
 from horizon_server.planning.machine import Accelerator
 from horizon_server.version import VERSION
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from horizon_server.children.entry import Answer, Failure
 from horizon_server.nodes.processes import End, RankProcesses
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 Start = Callable[..., RankProcesses]
 
 

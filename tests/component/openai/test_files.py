@@ -29,7 +29,7 @@ USER = {"role": "user", "content": "Who wrote Faust?"}
 def post(client: OpenAI, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
     """What the SDK would not send."""
     authorization = {"Authorization": f"Bearer {client.api_key}"}
-    return httpx.post(f"{client.base_url}files", headers=authorization | (headers or {}), timeout=60, **body)
+    return httpx.post(f"{client.base_url}files", headers=authorization | (headers or {}), timeout=240, **body)
 
 
 def assistant(text: str) -> list[dict[str, str]]:

@@ -133,7 +133,7 @@ def test_a_checkpoint_is_downloaded_by_addresses_that_need_no_key(
     found = rest.get_external_weights_urls(path).result(60)
     assert {"adapter_model.safetensors", "adapter_config.json"} <= found.urls.keys()
     for name, address in found.urls.items():
-        (tmp_path / name).write_bytes(httpx.get(address, timeout=60).raise_for_status().content)
+        (tmp_path / name).write_bytes(httpx.get(address, timeout=240).raise_for_status().content)
     base: Any = AutoModelForCausalLM.from_pretrained(pushed.model, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, str(tmp_path))
     tokens = torch.tensor([TEXTS[0]])
@@ -143,7 +143,7 @@ def test_a_checkpoint_is_downloaded_by_addresses_that_need_no_key(
     (here,) = logprobs_of(training.forward([datum(TEXTS[0])], "cross_entropy").result(PATIENCE_S))
     assert here == pytest.approx(wanted, abs=1e-5)
     wrong = next(iter(found.urls.values())).replace("/downloads/", "/downloads/x")
-    assert httpx.get(wrong, timeout=60).status_code == 404
+    assert httpx.get(wrong, timeout=240).status_code == 404
 
 
 def test_a_client_of_the_base_has_no_run(rest: RestClient, service: ServiceClient) -> None:

@@ -28,7 +28,7 @@ def pairs() -> Iterator[tuple[int, list[Pair]]]:
         made = []
         for number in range(6):
             os.sched_setaffinity(0, {processors[number % min(2, len(processors))]})
-            client = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=30))
+            client = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=240))
             made.append((client, stack.enter_context(listener.accept()[0])))
         yield listener.getsockname()[1], made
 

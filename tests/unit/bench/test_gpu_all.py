@@ -349,7 +349,7 @@ def test_without_a_compiler_nothing_is_measured_and_the_reason_is_said(tmp_path:
         check=False,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
 
     assert done.returncode == 1
@@ -365,7 +365,7 @@ def test_without_a_gpu_it_names_the_dry_run(tmp_path: Path) -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 1
     assert done.stderr.strip() == "needs 1 CUDA device, found 0; --device cpu is a dry run without one"

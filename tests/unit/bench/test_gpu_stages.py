@@ -124,7 +124,7 @@ def test_the_first_step_does_not_count_where_there_are_more() -> None:
 
 def test_a_model_that_host_memory_has_no_room_for_is_refused_with_numbers_and_the_next_one_runs() -> None:
     fds = {name: os.memfd_create(name, 0) for name in PLANES}
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 240
     try:
         task = Task(stage="curve", file="x.md", out=".", device="cpu", end_s=end_s, host_gib=1e-6, plane_fds=fds)
         with pytest.raises(DoesNotFit, match=r"host memory: tiny 0\.0 GiB for weights and moments, 0\.0 GiB are free"):

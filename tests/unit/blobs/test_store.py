@@ -361,7 +361,7 @@ async def test_a_call_that_is_cancelled_while_its_file_is_opened_leaves_no_descr
 
     def open_later(part: parts.Part, offset: int) -> None:
         loop.call_soon_threadsafe(is_opening.set)
-        assert may_open.wait(60)
+        assert may_open.wait(240)
         really_open(part, offset)
 
     monkeypatch.setattr(parts.Part, "open", open_later)
@@ -503,7 +503,7 @@ async def test_few_batches_are_written_at_a_time_and_one_of_each_user(tmp_path: 
                 started.append(owner)
                 if len(set(started)) == MAX_BATCHES:
                     enough.set()
-            assert go_on.wait(60)
+            assert go_on.wait(240)
 
     lock, enough, go_on = threading.Lock(), threading.Event(), threading.Event()
     started: list[str] = []
@@ -511,7 +511,7 @@ async def test_few_batches_are_written_at_a_time_and_one_of_each_user(tmp_path: 
     owners = [f"user{i}" for i in range(MAX_BATCHES + 2)]
     batches = [asyncio.create_task(store.write_whole(owner, SMALL[:1])) for owner in owners]
     try:
-        assert await asyncio.to_thread(enough.wait, 60)
+        assert await asyncio.to_thread(enough.wait, 240)
         with pytest.raises(UploadInProgress):
             await store.write_whole(owners[0], SMALL[1:2])
         assert set(started) == set(owners[:MAX_BATCHES])

@@ -36,7 +36,7 @@ else:
 def outcome(*arguments: str) -> str:
     """Run in a fresh interpreter: processes are forked, which a test runner with threads of its own should not do."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stderr == ""
     return done.stdout.strip()

@@ -264,7 +264,7 @@ def killed_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[subprocess.P
         yield process
     finally:
         process.kill()
-        process.wait(60)
+        process.wait(240)
 
 
 def test_the_child_reports_progress_and_result(demo_model: Path, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     with killed_at_the_end(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process, fifo.open("wb"):
         assert list((tmp_path / "work").iterdir()) != []
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert process.wait(timeout=240) == 128 + signal.SIGTERM
     assert list((tmp_path / "work").iterdir()) == []
 
 
@@ -319,7 +319,7 @@ def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_pa
             # The first progress is told when tokens have come from the other processes.
             assert isinstance(decode(events.readline()), PrepareProgress)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            assert process.wait(timeout=240) == 128 + signal.SIGTERM
             # The pipe ends when the last process that holds it is gone.
             assert all(isinstance(decode(line), PrepareProgress) for line in events)
         with pytest.raises(ProcessLookupError):

@@ -43,7 +43,7 @@ def test_gsm8k_in_every_container(gsm8k: Path, tmp_path: Path) -> None:
     (tmp_path / "g.json").write_bytes(b"[" + b",\n".join(gsm8k.read_bytes().splitlines()) + b"]")
     expected = [Pair(prompt=row["question"], completion=row["answer"]) for row in table.to_pylist()]
     assert len(expected) == int(
-        subprocess.run(["wc", "-l", gsm8k], capture_output=True, check=True, timeout=60).stdout.split()[0]
+        subprocess.run(["wc", "-l", gsm8k], capture_output=True, check=True, timeout=240).stdout.split()[0]
     )
     for path in (gsm8k, tmp_path / "g.parquet", tmp_path / "g.jsonl.gz", tmp_path / "g.json"):
         file = StoredFile.at(path)
@@ -56,7 +56,7 @@ def test_shakespeare(shakespeare: Path) -> None:
     file = StoredFile.at(shakespeare)
     report = checked(file)
     filled = subprocess.run(
-        ["grep", "-c", "[^[:space:]]", shakespeare], capture_output=True, check=True, timeout=60
+        ["grep", "-c", "[^[:space:]]", shakespeare], capture_output=True, check=True, timeout=240
     ).stdout
     assert (report.format, report.num_rows) == (DatasetFormat.TEXT, int(filled))
     assert "".join(piece.text for piece in read_text(file)) == shakespeare.read_bytes().decode()

@@ -64,7 +64,7 @@ def test_a_plain_folder_needs_no_transformers_and_others_do(demo_model: Path, qw
     )
     for folder, expected in ((demo_model, "False False"), (qwen_class_model, "True")):
         done = subprocess.run(
-            [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True, timeout=240
         )
         assert done.stdout.startswith(expected)
 

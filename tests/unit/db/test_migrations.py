@@ -62,7 +62,7 @@ def test_a_migration_that_is_killed_leaves_the_old_schema(
     asyncio.run(make_a_user(path))
     before = dump(path)
     command = [sys.executable, "-c", _KILLED, str(path), str(migrations), str(num_statements)]
-    killed = subprocess.run(command, capture_output=True, check=False, timeout=60)
+    killed = subprocess.run(command, capture_output=True, check=False, timeout=240)
     assert killed.returncode == -9, killed.stderr
     assert dump(path) == before
     monkeypatch.setattr("horizon_server.db.database.MIGRATIONS", migrations)

@@ -73,7 +73,7 @@ def register(name: str, change: Callable[[str, Any], Any], *, is_causal: bool | 
 
 
 def slower(operator: str, found: Any) -> Any:
-    time.sleep(0.02)
+    time.sleep(0.1)
     return found
 
 

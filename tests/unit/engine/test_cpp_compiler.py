@@ -28,7 +28,7 @@ def test_a_compiler_without_a_shared_runtime_links_torchs(tmp_path: Path) -> Non
     if compiler is None:
         pytest.skip("needs g++")
     command = [compiler, "-print-file-name=libstdc++.a"]
-    archive = Path(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip())
+    archive = Path(subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.strip())
     if not archive.is_file():
         pytest.skip("needs the C++ runtime as an archive")
     source, bare, alone = tmp_path / "source.cpp", tmp_path / "bare" / "g++", tmp_path / "alone"

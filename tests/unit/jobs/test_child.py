@@ -276,7 +276,7 @@ async def test_a_caller_who_is_cancelled_ends_the_child(environment: dict[str, s
 
     child = await talker(environment).start({"mode": "silent"})
     task = asyncio.create_task(child.answer(on_event))
-    number = await asyncio.wait_for(pid, 60)
+    number = await asyncio.wait_for(pid, 240)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

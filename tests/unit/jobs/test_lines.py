@@ -25,17 +25,17 @@ async def test_a_line_does_not_wait_for_the_one_before_until_too_many_do() -> No
 
     said, store_lines = lines(7), LineStore(store, most=3)
     for line in said[:2]:
-        await asyncio.wait_for(store_lines.add(line), 60)
+        await asyncio.wait_for(store_lines.add(line), 240)
     assert (stored, store_lines.is_full) == ([], False)
     third = asyncio.create_task(store_lines.add(said[2]))
     await asyncio.sleep(0)
     assert (third.done(), store_lines.is_full) == (False, True)
     may_store.set()
-    await asyncio.wait_for(third, 60)
+    await asyncio.wait_for(third, 240)
     assert (stored, store_lines.is_full) == (said[:3], False)
     for line in said[3:]:
         await store_lines.add(line)
-    await asyncio.wait_for(store_lines.flush(), 60)
+    await asyncio.wait_for(store_lines.flush(), 240)
     assert stored == said
 
 

@@ -68,7 +68,7 @@ async def test_one_that_is_cancelled_while_its_child_starts_ends_at_once(tmp_pat
     os.mkfifo(tmp_path / "endless.txt")
     preparation = Preparation(tmp_path / "prepared", asyncio.Lock())
     task = asyncio.create_task(run(preparation, tmp_path / "endless.txt"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         # The request is written first; then the loop runs on, several times, until the process is there.
         while not (tmp_path / "preparation.json").exists():  # noqa: ASYNC110  # the moment is the point
             await asyncio.sleep(0)
@@ -116,7 +116,7 @@ async def test_a_preparation_that_reports_nothing_is_ended(tmp_path: Path, monke
     monkeypatch.setattr(preparation, "_LIMITS", dataclasses.replace(preparation._LIMITS, silence_s=1.0))
     prepared = Preparation(tmp_path / "prepared", asyncio.Lock())
     with pytest.raises(Stalled, match="the data preparation reported nothing for 1 s"):
-        await asyncio.wait_for(run(prepared, tmp_path / "endless.txt"), 60)
+        await asyncio.wait_for(run(prepared, tmp_path / "endless.txt"), 240)
     assert list((tmp_path / "prepared").glob("*/*")) == []
 
 

@@ -157,7 +157,7 @@ async def test_a_caller_who_does_not_read_holds_up_no_other_and_is_held(start: M
     await anext(slow)
     (call,) = child._calls.values()
     waiting = [-1, 0]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         # Until no further line comes for it, while another one is read.
         while waiting[-1] != waiting[-2]:
             assert len((await answer(child, 100, "bob"))[0]) == 100
@@ -210,7 +210,7 @@ def lower_limit(child: SharedChild) -> None:
 async def test_a_call_may_take_so_long_once_it_has_begun(start: Make) -> None:
     child = await start()
     asked = asyncio.create_task(answer(child, "begun"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not child.has_begun:  # noqa: ASYNC110  # nothing announces it
             await asyncio.sleep(0.01)
     lower_limit(child)

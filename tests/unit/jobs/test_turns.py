@@ -35,7 +35,7 @@ class Worker:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not is_so():
                 self.news.clear()
                 await self.news.wait()

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
 from tests.sharing_parts import GIB, HOUR, NODE, NOW, RULES, job, no_quota, resident, shares
+from tests.support.processor import least_s
 
 from horizon_server.scheduling.admission import QuotaCheck, as_resident, as_waiting, decide, predicted_ends
 from horizon_server.scheduling.shares import Shares
@@ -317,15 +317,9 @@ def test_the_same_state_gives_the_same_decision_in_any_order_of_its_parts() -> N
         assert decided(waiting, residents, use) == decision
 
 
-@pytest.mark.alone
 def test_a_decision_about_500_jobs_takes_less_than_20_ms() -> None:
     waiting, residents, use = crowd(Random(1), 500)
-    times_s = []
-    for _ in range(5):
-        began_s = time.process_time()
-        decided(waiting, residents, use)
-        times_s.append(time.process_time() - began_s)
-    assert min(times_s) < 0.020
+    assert least_s(lambda: decided(waiting, residents, use), 0.020) < 0.020
 
 
 def crowd(random: Random, num_jobs: int) -> tuple[list[Job], list[Resident], Shares]:

@@ -75,7 +75,7 @@ def test_on_one_node_nothing_changes() -> None:
 
 @pytest.mark.skipif(not NUMA_MAPS.exists(), reason="the kernel has no NUMA")
 def test_memory_that_threads_touch_is_spread_and_an_earlier_policy_is_kept() -> None:
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True, timeout=240)
     if "SYS_NICE" in done.stdout:
         pytest.skip("this container may not set a memory policy")
     assert done.stdout.split() == ["''", "''", "True", "False", "True"]
@@ -83,7 +83,9 @@ def test_memory_that_threads_touch_is_spread_and_an_earlier_policy_is_kept() -> 
 
 @pytest.mark.skipif(not NUMA_MAPS.exists(), reason="the kernel has no NUMA")
 def test_a_part_of_a_memory_file_is_taken_from_a_node() -> None:
-    done = subprocess.run([sys.executable, "-c", _PREFER_PROBE], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _PREFER_PROBE], capture_output=True, text=True, check=True, timeout=240
+    )
     if "SYS_NICE" in done.stdout:
         pytest.skip("this container may not set a memory policy")
     # Whole pages of the first of four parts; the rest is another line.

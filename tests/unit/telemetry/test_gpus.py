@@ -28,7 +28,7 @@ class Driver:
         return 2
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        self.hangs.wait(60)
+        self.hangs.wait(240)
         if index == self.lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return index
@@ -129,7 +129,7 @@ def test_a_driver_that_hangs_holds_nobody_up_and_shows_as_silent(driver: Driver)
     assert [gpu.up for gpu in watch.figures()] == [0, 0]
     assert watch.figures()[0].utilization is None
     driver.hangs.set()
-    reading.join(60)
+    reading.join(240)
     assert watch.figures()[0].up == 1, "it answers again"
 
 
@@ -144,7 +144,7 @@ def test_it_reads_in_a_thread_of_its_own_until_it_is_closed(driver: Driver) -> N
 
     watch.read = read_and_tell  # type: ignore[method-assign]
     watch.start()
-    assert read.wait(60)
+    assert read.wait(240)
     watch.close()
     assert [gpu.device for gpu in watch.figures()] == ["cuda:0", "cuda:1"]
     assert SILENT_S > 2 * EVERY_S, "one slow reading is no silence"

@@ -53,7 +53,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     assert rows[0] == ["what", "now", "reach"]

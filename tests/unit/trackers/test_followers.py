@@ -16,7 +16,7 @@ from horizon_client.tracking import Followers
 from horizon_formats.trackers import Ending, Point, Target, TrackedJob
 from horizon_formats.trackers import TrackerFailed as Refused
 
-LONG_S = 60.0
+LONG_S = 240.0
 
 
 class _Tracker:

@@ -54,7 +54,7 @@ class Caller:
         return ref_of(content)
 
     def call(self, service: str, method: str, request: Any, *extra: tuple[str, str]) -> Any:
-        return getattr(self.stubs[service], method)(request, metadata=(*self.metadata, *extra), timeout=60)
+        return getattr(self.stubs[service], method)(request, metadata=(*self.metadata, *extra), timeout=240)
 
     async def create(self, name: str, files: dict[str, bytes], **options: Any) -> Any:
         request = dataset_pb2.CreateDatasetRequest(

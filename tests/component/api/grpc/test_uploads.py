@@ -179,9 +179,9 @@ async def test_a_refused_or_needless_stream_does_not_hang_its_sender(world: Any,
     def blocking() -> tuple[bool, str]:
         with grpc.insecure_channel(world.address) as channel:
             stub = blob_pb2_grpc.BlobServiceStub(channel)
-            fine = stub.WriteBlob(long_stream(there), metadata=world.ann.metadata, timeout=60).status.complete
+            fine = stub.WriteBlob(long_stream(there), metadata=world.ann.metadata, timeout=240).status.complete
             with pytest.raises(grpc.RpcError) as caught:
-                stub.WriteBlob(long_stream(REF, offset=7), metadata=world.ann.metadata, timeout=60)
+                stub.WriteBlob(long_stream(REF, offset=7), metadata=world.ann.metadata, timeout=240)
             return fine, caught.value.code().name
 
     for _ in range(3):
@@ -195,7 +195,7 @@ async def test_a_refused_or_needless_stream_does_not_hang_its_sender(world: Any,
 
 async def opened(caller: Any, offset: int = 0) -> Any:
     """An upload stream that has named its blob and sent no data yet."""
-    call = caller.stubs["blobs"].WriteBlob(metadata=caller.metadata, timeout=60)
+    call = caller.stubs["blobs"].WriteBlob(metadata=caller.metadata, timeout=240)
     await call.write(blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF, offset=offset)))
     return call
 
@@ -232,7 +232,7 @@ async def test_a_daemon_that_stops_keeps_what_has_arrived(world: Any) -> None:
     call = await opened(world.ann)
     await call.write(blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=CONTENT[: 2**20])))
     part = world.root / "uploads" / "ann" / f"{REF.sha256}-{REF.size_bytes}.part"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not part.exists() or part.stat().st_size < 2**20:  # noqa: ASYNC110  # the bytes come through the network
             await asyncio.sleep(0.005)
     await world.server.stop(60)
@@ -246,14 +246,14 @@ async def test_a_daemon_that_stops_keeps_what_has_arrived(world: Any) -> None:
 
 async def test_a_client_that_listens_first_learns_of_a_refusal_before_it_sends_data(world: Any) -> None:
     call = await opened(world.ann, 7)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_stream_without_a_token_is_refused_without_hanging(world: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         stub: Any = blob_pb2_grpc.BlobServiceStub(world.channel)
-        await stub.WriteBlob(long_stream(REF), timeout=60)
+        await stub.WriteBlob(long_stream(REF), timeout=240)
     assert reason(caught) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
 
 
@@ -398,7 +398,7 @@ async def test_a_client_that_takes_more_gets_a_hundred_violations(world: Any) ->
         stub: Any = dataset_pb2_grpc.DatasetServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             metadata = (*world.ann.metadata, ("horizon-max-metadata-bytes", str(2**16)))
-            await stub.FinalizeDataset(request, metadata=metadata, timeout=60)
+            await stub.FinalizeDataset(request, metadata=metadata, timeout=240)
     violations = detail(caught.value, error_details_pb2.BadRequest).field_violations
     assert [v.field for v in violations] == [f"a.jsonl:{i}" for i in range(1, 101)]
 
@@ -492,7 +492,7 @@ async def test_finalizing_goes_on_when_the_caller_hangs_up(world: Any, chats: by
     await world.ann.write(chats * 200)
     request = dataset_pb2.FinalizeDatasetRequest(dataset_id=dataset.dataset_id)
     call = world.ann.call("datasets", "FinalizeDataset", request)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not world.services.datasets._finalizing.runs(dataset.dataset_id):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         call.cancel()

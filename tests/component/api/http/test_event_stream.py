@@ -89,7 +89,7 @@ async def test_the_end_of_all_streams_ends_a_waiting_one_and_its_watch(world: An
             seen.append(frame)  # noqa: PERF401  # each as it comes
 
     reading = asyncio.create_task(read())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while len(seen) < 2:  # noqa: ASYNC110  # nothing announces it
             await asyncio.sleep(0.005)
         streams.end()

@@ -19,7 +19,7 @@ from horizon_server.errors import TooManyCalls
 from horizon_server.records.job import JobState
 from horizon_server.records.sharing import NodeCondition
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 @pytest.fixture(autouse=True)

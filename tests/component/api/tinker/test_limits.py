@@ -97,7 +97,7 @@ async def test_questions_that_wait_are_bounded(ann: Api, monkeypatch: pytest.Mon
     monkeypatch.setattr(futures, "MAX_WAITING", 2)
     request_id = (await ann.step(await ann.model(), 1)).json()["request_id"]
     waiting = [asyncio.create_task(ann.post("retrieve_future", request_id=request_id)) for _ in range(3)]
-    done, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+    done, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=240)
     (refused,) = [task.result() for task in done]
     assert (refused.status_code, len(left)) == (429, 2)
     assert refused.headers["x-should-retry"] == "true"
@@ -155,7 +155,7 @@ async def test_samples_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch
         asked.ask(key)
     asked.go.set()
     wanted = 0 if limit == "MAX_KEPT_S" else 2
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while len(await _kept(asked, "abc")) != wanted:  # noqa: ASYNC110  # nothing announces it
             await asyncio.sleep(0.005)
     await asked.samples.close()

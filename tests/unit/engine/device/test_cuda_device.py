@@ -169,7 +169,7 @@ def test_a_queue_that_is_dropped_without_closing_ends_its_thread() -> None:
     thread = queue._thread
     queue.record().wait()
     del queue
-    thread.join(timeout=60)
+    thread.join(timeout=240)
     assert not thread.is_alive()
 
 

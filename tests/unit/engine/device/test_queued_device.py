@@ -96,7 +96,7 @@ def test_an_exchange_waits_until_the_others_know_of_hidden_states_for_them() -> 
     gate, seen = threading.Event(), list[str]()
     *_, signals = hops = device.hops()
     assert device.hops() is hops
-    signals.submit(lambda: gate.wait(10))
+    signals.submit(lambda: gate.wait(240))
     signals.submit(lambda: seen.append("signal"))
 
     device.d2h.submit(lambda: seen.append("copy"))
@@ -116,7 +116,7 @@ def test_where_hidden_states_for_the_others_failed_no_exchange_begins() -> None:
     _, down, signals = device.hops()
 
     def fail() -> None:
-        gate.wait(10)
+        gate.wait(240)
         raise ValueError("this copy failed")
 
     down.submit(fail)
@@ -133,7 +133,7 @@ def test_where_hidden_states_for_the_others_failed_no_exchange_begins() -> None:
 
 
 def _wait(gate: threading.Event) -> None:
-    assert gate.wait(60)
+    assert gate.wait(240)
 
 
 def _fail(message: str) -> None:
