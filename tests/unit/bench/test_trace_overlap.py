@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from bench.trace_overlap import overlap_of_step
@@ -59,7 +60,7 @@ def test_a_pause_that_no_copy_explains_counts_for_none() -> None:
 
 
 def test_a_pause_before_work_of_no_unit_counts_for_what_the_next_unit_lacks() -> None:
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "zero gradient 2": {"label": "zero hidden gradient"},
         "forward 1": {"end_s": 2.5},
     }
