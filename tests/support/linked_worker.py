@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ class LinkedWorker:
     def lines(self) -> Generator[Line]:
         """Yield what it says, to the end of the connection, without the signs of life, which come by the clock."""
         assert self._connection is not None
-        with self._connection.makefile("rb") as stream:
+        # A worker that is killed before it has read an order resets it; what it said has arrived by then.
+        with self._connection.makefile("rb") as stream, suppress(ConnectionResetError):
             for line in map(decode_line, stream):
                 if not isinstance(line, WorkerProgress):
                     yield line
