@@ -59,8 +59,8 @@ def paced_device(**options: Any) -> HostDevice:
 
 @pytest.fixture
 def traced_step(engine: Engine) -> Callable[..., TracedStep]:
-    """Takes steps over a link of a given speed, with so many slots for weights and gradients, until one is as it should
-    be, or the last of twenty.
+    """Takes steps over a link of a given speed, with `num_slots` for weights and as many for gradients, until one is as
+    it should be, or the last of twenty.
 
     Where the machine wakes a thread late, that thread neither copies nor computes: in some steps, while an error of the
     account or of the schedule is in all of them.

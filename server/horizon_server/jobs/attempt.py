@@ -45,7 +45,7 @@ from horizon_server.jobs.requests import (
     Stopped,
     first_request,
     group_of,
-    lent_planes,
+    planes_or_stop,
     request_on,
     text_of_broken,
 )
@@ -313,7 +313,7 @@ class Attempt:
         plan = dataclasses.replace(plan, device=self.devices.turns.device)
         if not await self._advance(JobState.STARTING, message=plan.summary, plan=plan, data_report=prepared.report):
             raise Stopped
-        async with lent_planes(self.runtime, plan, self.job.job_id) as planes:
+        async with planes_or_stop(self.runtime, plan, self.job.job_id) as planes:
             request = first_request(
                 self.devices, plan, model, prepared, fleet, job=self.job, runtime=self.runtime, log_file=self._log
             )

@@ -43,7 +43,7 @@ class Stopped(Exception):
 
 
 @asynccontextmanager
-async def lent_planes(runtime: Runtime, plan: Plan, job_id: str) -> AsyncIterator[dict[str, int]]:
+async def planes_or_stop(runtime: Runtime, plan: Plan, job_id: str) -> AsyncIterator[dict[str, int]]:
     """Lend a job its memory and files within the block, as `Bases.lent_planes`.
 
     Raises:

@@ -14,7 +14,7 @@ from tests.support.drives import drive_folders
 
 from horizon_server.errors import DriveFailed
 from horizon_server.jobs.bases import Bases
-from horizon_server.jobs.requests import Stopped, lent_planes
+from horizon_server.jobs.requests import Stopped, planes_or_stop
 from horizon_server.records.execution import Execution, OnDrives
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import Plan, SharedBase
@@ -84,14 +84,14 @@ async def test_a_job_waits_for_room_on_drives_while_other_jobs_have_files_there(
     large = dataclasses.replace(small, drive_file_bytes=(1 << 50,))
     bases = Bases()
     runtime: Any = SimpleNamespace(bases=bases)
-    async with lent_planes(runtime, small, "one") as planes:
+    async with planes_or_stop(runtime, small, "one") as planes:
         assert "drive 0" in planes
         with pytest.raises(Stopped, match="it waits for other jobs on drives") as stopped:
-            await lent_planes(runtime, large, "two").__aenter__()
+            await planes_or_stop(runtime, large, "two").__aenter__()
         assert stopped.value.reason == "WAITS_FOR_MEMORY"
     bases.leave("one")
     with pytest.raises(DriveFailed, match="it is full"):
-        await lent_planes(runtime, large, "two").__aenter__()
+        await planes_or_stop(runtime, large, "two").__aenter__()
 
 
 async def test_a_later_daemon_waits_for_the_workers_that_may_have_the_base() -> None:
